@@ -1,0 +1,282 @@
+"""The one declaration per parameter, and everything that reads it.
+
+`Module.declare(config)` gives an Equinox module with a `Param` at each leaf. The same class then has three fillings:
+
+| filling  | leaf                              | used for                                           |
+|----------|-----------------------------------|----------------------------------------------------|
+| declared | `Param`                           | audit, converter rules, manifest, error messages   |
+| abstract | `jax.ShapeDtypeStruct` + sharding | restore target, abstract trace, ahead-of-time compile |
+| live     | `jax.Array`                       | running                                            |
+
+A `psum` is right only if the weight before it is split on its input, so the split stands in the class that holds the
+collective, and every other part of the project takes it from here.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array
+
+from shardzoo.errors import InputError, fail_if
+from shardzoo.zoo.mesh import KV, PIPE, Degrees, kv_problem
+
+LAYER = "layer"  # the leading dim of stacked blocks
+Tree = TypeVar("Tree")
+Axes = str | tuple[str, ...]
+
+
+def _axes(axes: Axes) -> tuple[str, ...]:
+    return (axes,) if isinstance(axes, str) else tuple(axes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Param:
+    """A parameter before it has a value.
+
+    Attributes:
+        dims: names of the dims, separated by spaces, in storage order (PyTorch's: outputs before inputs).
+        shape: global sizes, one for each dim.
+        split: dim -> mesh axis or axes that split it while it is used.
+        dtype: storage dtype.
+        rest: dim -> mesh axis that splits it further while it is not used (`split_at_rest`).
+    """
+
+    dims: str
+    shape: tuple[int, ...]
+    split: Mapping[str, Axes] = dataclasses.field(default_factory=dict)
+    dtype: np.dtype = np.dtype("float32")
+    rest: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self):
+        names = self.names
+        if len(names) != len(self.shape) or len(set(names)) != len(names):
+            raise ValueError(f"Param: dims {self.dims!r} do not name the {len(self.shape)} sizes {self.shape} once each")
+        for dim in {*self.split, *self.rest}:
+            if dim not in names:
+                raise ValueError(f"Param: split dim {dim!r} is not among {self.dims!r}")
+        object.__setattr__(self, "dtype", np.dtype(self.dtype))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self.dims.split())
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def size(self, dim: str) -> int:
+        return self.shape[self.names.index(dim)]
+
+    def axes(self, dim: str) -> tuple[str, ...]:
+        """Mesh axes over which `dim` is stored split, outermost first."""
+        return _axes(self.split.get(dim, ())) + _axes(self.rest.get(dim, ()))
+
+    @property
+    def spec(self) -> PartitionSpec:
+        return PartitionSpec(*(self.axes(dim) or None for dim in self.names))
+
+
+def specs(declared: Tree) -> Tree:
+    """The `PartitionSpec` of each leaf: the `in_specs` of a `shard_map` over a live module."""
+    return jax.tree.map(lambda p: p.spec, declared)
+
+
+def abstract(declared: Tree, mesh: Mesh | AbstractMesh, dtype: Any = None) -> Tree:
+    """The abstract filling on `mesh`; `dtype` replaces the declared dtype of every floating-point leaf."""
+    declared = declared if dtype is None else astype(declared, dtype)
+    return jax.tree.map(
+        lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=NamedSharding(mesh, p.spec)), declared
+    )
+
+
+def named(declared: Any) -> dict[str, Param]:
+    """Path ("blocks.attn.q.weight") to `Param`, in tree order: what rules, manifest and messages are keyed by."""
+    leaves = jax.tree.leaves_with_path(declared)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+
+
+def fill(declared: Tree, values: Mapping[str, Any]) -> Tree:
+    """The declared module with the leaf at each path replaced by `values[path]`.
+
+    Raises:
+        InputError: paths missing from `values`, or in it and not declared; all in one message.
+    """
+    paths = list(named(declared))
+    problems = [f"{path}: declared, but there is no value for it" for path in paths if path not in values]
+    problems += [f"{path}: not a parameter of this model" for path in values if path not in set(paths)]
+    fail_if(problems, "fill: values do not match the declaration")
+    return jax.tree.unflatten(jax.tree.structure(declared), [values[path] for path in paths])
+
+
+def place(declared: Tree, mesh: Mesh, values: Tree) -> Tree:
+    """The live filling from host arrays (each process holds all of them): for small models and tests."""
+
+    def one(param: Param, value: Any) -> Array:
+        if tuple(value.shape) != param.shape:
+            raise InputError(f"place: {param.dims} has shape {value.shape}, declared {param.shape}: pass that shape")
+        host, sharding = np.asarray(value), NamedSharding(mesh, param.spec)
+        return jax.make_array_from_callback(param.shape, sharding, lambda index: host[index])
+
+    return jax.tree.map(one, declared, values)
+
+
+def _each(declared: Tree, change) -> Tree:
+    return jax.tree.map(change, declared)
+
+
+def astype(declared: Tree, dtype: Any) -> Tree:
+    """The declaration with `dtype` for every floating-point leaf."""
+
+    def one(p: Param) -> Param:
+        return dataclasses.replace(p, dtype=np.dtype(dtype)) if jax.numpy.issubdtype(p.dtype, np.floating) else p
+
+    return _each(declared, one)
+
+
+def stack(declared: Tree, layers: int) -> Tree:
+    """The declaration of `layers` equal blocks: a leading dim `layer` on each leaf, split over `pipe`."""
+    return _each(
+        declared,
+        lambda p: dataclasses.replace(
+            p, dims=f"{LAYER} {p.dims}", shape=(layers, *p.shape), split={LAYER: PIPE, **p.split}
+        ),
+    )
+
+
+def split_at_rest(declared: Tree, axis: str, degrees: Degrees, *, smallest: int = 2**16) -> Tree:
+    """The declaration with each large leaf also split over `axis` (`data` or `context`) while it is not in use.
+
+    Of a leaf's dims that `axis` divides, the largest one free of other splits is taken, else the largest one at all;
+    leaves below `smallest` elements, or with no such dim, stay as they are. `gather_at_rest` undoes the split at the
+    place of use, one block at a time; its transpose scatters the gradient.
+    """
+    ways = degrees.sizes[axis]
+
+    def one(p: Param) -> Param:
+        fits = [d for d in p.names if d != LAYER and p.size(d) % (ways * _ways(p.axes(d), degrees)) == 0]
+        if ways == 1 or math.prod(p.shape) < smallest or not fits or axis in p.rest.values():
+            return p
+        best = max(fits, key=lambda d: (not p.axes(d), p.size(d)))
+        return dataclasses.replace(p, rest={**p.rest, best: axis})
+
+    return _each(declared, one)
+
+
+def gather_at_rest(live: Tree, declared: Tree) -> Tree:
+    """The leaves as their layers use them: all-gathered over the axes that only split them at rest.
+
+    `declared` may still have the `layer` dim that a scan has taken off `live`.
+    """
+
+    def one(param: Param, value: Array) -> Array:
+        names = param.names[param.ndim - value.ndim :]
+        for dim, axis in param.rest.items():
+            value = lax.all_gather(value, axis, axis=names.index(dim), tiled=True)
+        return value
+
+    return jax.tree.map(one, declared, live)
+
+
+def _ways(axes: Iterable[str], degrees: Degrees) -> int:
+    return math.prod(degrees.sizes[axis] for axis in axes)
+
+
+def kv_dims(declared: Any) -> dict[str, int]:
+    """Dims that split over `kv` alone (and so repeat over `rep`), with their global sizes."""
+    return {d: p.size(d) for p in named(declared).values() for d, axes in p.split.items() if _axes(axes) == (KV,)}
+
+
+def with_kv(declared: Any, degrees: Degrees) -> Degrees:
+    """`degrees` with `kv_heads` taken from the declaration, as `make_mesh` needs it for this model."""
+    sizes = kv_dims(declared).values()
+    return dataclasses.replace(degrees, kv_heads=math.gcd(*sizes) if sizes else None)
+
+
+def misfits(declared: Any, degrees: Degrees) -> list[str]:
+    """Every way in which `degrees` do not fit the declaration, one line for each dim and size; empty if they fit."""
+    found: dict[tuple, list[str]] = {}
+    for path, param in named(declared).items():
+        for dim in param.names:
+            axes = param.axes(dim)
+            ways = _ways(axes, degrees)
+            if param.size(dim) % ways and axes != (KV,):
+                found.setdefault((dim, param.size(dim), axes, ways), []).append(path)
+    lines = [
+        f"{_some(paths)}: {dim}={size} does not divide by {ways} ({_product(axes, degrees)})"
+        for (dim, size, axes, ways), paths in found.items()
+    ]
+    return lines + _kv_misfits(declared, degrees)
+
+
+def _kv_misfits(declared: Any, degrees: Degrees) -> list[str]:
+    lines = []
+    for dim, size in kv_dims(declared).items():
+        problem = kv_problem(degrees, size)
+        kv = degrees.kv
+        if problem:
+            lines.append(problem.replace("kv_heads=", f"{dim}=", 1))
+        elif size % kv or (size > kv and degrees.tensor > kv):
+            lines.append(
+                f"{dim}={size} is laid over kv={kv} x rep={degrees.tensor // kv}, which leaves a device without whole,"
+                f" matching KV heads: make the mesh with kv_heads={size}"
+            )
+    return lines
+
+
+def _some(paths: list[str]) -> str:
+    return ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
+
+
+def _product(axes: Iterable[str], degrees: Degrees) -> str:
+    return " x ".join(f"{axis}={degrees.sizes[axis]}" for axis in axes)
+
+
+def fitting(declared: Any, degrees: Degrees) -> tuple[list[int], list[Degrees]]:
+    """What would fit instead: all tensor degrees up to twice the one given (at least 16), and meshes of the same device count.
+
+    The meshes keep `pipe` (or 1 if it does not fit) and come with the nearest tensor degree first.
+    """
+    limit = max(16, 2 * degrees.tensor)
+
+    def fits(**change: int) -> bool:
+        return not misfits(declared, with_kv(declared, dataclasses.replace(degrees, **change)))
+
+    pipe = degrees.pipe if fits(tensor=1) else 1
+    tensors = [t for t in range(1, limit + 1) if fits(tensor=t, pipe=pipe)]
+    near = sorted(tensors, key=lambda t: (abs(t - degrees.tensor), t))
+    rest = {t: degrees.devices // (t * pipe * degrees.data) for t in near}
+    meshes = [
+        Degrees(data=degrees.data, pipe=pipe, context=rest[t], tensor=t)
+        for t in near
+        if rest[t] * t * pipe * degrees.data == degrees.devices
+    ]
+    return tensors, meshes
+
+
+def audit(declared: Any, mesh: Degrees | Mesh | AbstractMesh) -> None:
+    """Checks that a mesh fits the declaration, with no device and no weight touched.
+
+    Degrees without `kv_heads` are completed from the declaration; a `Mesh` is taken as it is.
+
+    Raises:
+        InputError: every misfit with the parameters it concerns, and the nearest meshes that fit.
+    """
+    given = mesh if isinstance(mesh, Degrees) else Degrees.of(mesh)
+    degrees = with_kv(declared, given) if isinstance(mesh, Degrees) and given.kv_heads is None else given
+    problems = misfits(declared, degrees)
+    if not problems:
+        return
+    tensors, meshes = fitting(declared, given)
+    hint = f"tensor degrees that fit: {', '.join(map(str, tensors))}"
+    hint += "; meshes of the same number of devices: " + " or ".join(f"({m})" for m in meshes[:3]) if meshes else ""
+    raise InputError("\n  ".join([f"mesh ({given}) does not fit this model:", *problems, hint]))
