@@ -1,0 +1,110 @@
+"""The families of the zoo by name: what a manifest's `family` and `config` turn into.
+
+A config is a frozen dataclass of numbers, strings, booleans, None, tuples of those, and nested dataclasses of the same
+kind, so that it goes to JSON and back unchanged.
+"""
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from shardzoo.errors import InputError
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """A family: the type of its configs, the function that declares a model of one, and its published sizes."""
+
+    name: str
+    config: type
+    declare: Callable[[Any], Any]
+    presets: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+FAMILIES: dict[str, Family] = {}
+
+
+def register(family: Family) -> Family:
+    """Adds a family; research code may add its own.
+
+    Raises:
+        ValueError: another family has this name.
+    """
+    if FAMILIES.get(family.name, family) != family:
+        raise ValueError(f"families.register: there is a family {family.name!r} already: choose another name")
+    FAMILIES[family.name] = family
+    return family
+
+
+def find_family(name: str) -> Family:
+    """The family called `name`.
+
+    Raises:
+        InputError: there is none; the message lists those there are.
+    """
+    if name not in FAMILIES:
+        raise InputError(f"family={name!r} is not in this zoo: {_choices(name, FAMILIES)}")
+    return FAMILIES[name]
+
+
+def find_preset(name: str) -> tuple[Family, Any]:
+    """Family and config of a preset, named "family/preset".
+
+    Raises:
+        InputError: no such family or preset; the message lists those there are.
+    """
+    family_name, _, preset = name.partition("/")
+    family = find_family(family_name)
+    if preset not in family.presets:
+        raise InputError(f"preset={name!r} is not in this zoo: {_choices(preset, family.presets)}")
+    return family, family.presets[preset]
+
+
+def _choices(name: str, known: Mapping[str, Any]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    return f"{hint}There are {', '.join(sorted(known)) or 'none'}"
+
+
+def config_to_json(config: Any) -> dict[str, Any]:
+    """The config as JSON types (tuples become lists, nested dataclasses become objects)."""
+    return _plain(dataclasses.asdict(config))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items()}
+    return [_plain(v) for v in value] if isinstance(value, list | tuple) else value
+
+
+def config_from_json(cls: type, fields: Mapping[str, Any]) -> Any:
+    """The config of type `cls` that `config_to_json` wrote.
+
+    Raises:
+        InputError: unknown or missing fields, all in one message; values that the config itself refuses.
+    """
+    hints = typing.get_type_hints(cls)
+    known = {f.name: f for f in dataclasses.fields(cls)}
+    unknown = sorted(set(fields) - set(known))
+    missing = sorted(
+        n
+        for n, f in known.items()
+        if n not in fields and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+    )
+    if unknown or missing:
+        raise InputError(
+            f"{cls.__module__}.{cls.__name__}: unknown fields {unknown}, missing fields {missing}:"
+            " the config was written by another version of shardzoo"
+        )
+    return cls(**{name: _typed(hints[name], value) for name, value in fields.items()})
+
+
+def _typed(hint: Any, value: Any) -> Any:
+    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    nested = [option for option in options if dataclasses.is_dataclass(option)]
+    if nested and isinstance(value, Mapping):
+        return config_from_json(nested[0], value)
+    return tuple(value) if isinstance(value, list) else value

@@ -1,0 +1,175 @@
+"""Layers that hold a weight, its split, and the collective that the split asks for.
+
+Everything here runs inside a `shard_map` with `check_vma=True`; annotated shapes are one device's. Weights keep
+PyTorch's order, outputs before inputs, with heads as a dim of their own. A layer computes in the dtype of its input.
+
+Between blocks the residual stream is either whole on every device of the tensor axes ("whole") or split along the
+sequence over them ("seq"): the `residual` argument of `gather_residual` and of the row layers says which. "seq" moves
+the same bytes (all-gather and reduce-scatter instead of one all-reduce) and keeps 1/tp of the stream and its norms.
+"""
+
+from typing import Literal
+
+import equinox as eqx
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from shardzoo.zoo.layout import Param
+from shardzoo.zoo.mesh import TP
+
+Leaf = Array | Param
+Residual = Literal["whole", "seq"]
+SEQ = 1  # the sequence dim of (batch, seq, ...)
+
+
+def gather_residual(x: Float[Array, "batch seq embed"], residual: Residual) -> Float[Array, "batch all_seq embed"]:
+    """The stream as column layers need it: whole in the sequence over the tensor axes. "seq": one all-gather."""
+    return lax.all_gather(x, TP, axis=SEQ, tiled=True) if residual == "seq" else x
+
+
+def reduce_residual(partial: Float[Array, "batch seq ..."], residual: Residual) -> Float[Array, "batch part_seq ..."]:
+    """Sums partial results over the tensor axes. "whole": one all-reduce; "seq": one reduce-scatter along seq."""
+    if residual == "seq":
+        return lax.psum_scatter(partial, TP, scatter_dimension=SEQ, tiled=True)
+    return lax.psum(partial, TP)
+
+
+class ColumnLinear(eqx.Module):
+    """y = W x + b with an output dim split over the tensor axes, or with nothing split. No collective.
+
+    `y[B, S, *out_TP] = x[B, S, in] . W[*out_TP, in]`: y holds this device's outputs. Leading output dims that stay whole
+    pack projections of equal size (q, k and v; gate and up).
+    """
+
+    weight: Float[Leaf, "*out in"]
+    bias: Float[Leaf, "*out"] | None = None
+
+    def __call__(self, x: Float[Array, "batch seq in"]) -> Float[Array, "batch seq *out"]:
+        y = jnp.tensordot(x, self.weight.astype(x.dtype), axes=(-1, -1))
+        return y if self.bias is None else y + self.bias.astype(x.dtype)
+
+
+class RowLinear(eqx.Module):
+    """y = psum(W x) + b with an input dim split over the tensor axes; y is whole, b is added once, after the sum.
+
+    `y[B, S, out] = psum_TP(x[B, S, *in_TP] . W[out, *in_TP]) + b[out]`
+    """
+
+    weight: Float[Leaf, "out *in"]
+    bias: Float[Leaf, "out"] | None = None
+
+    def partial(self, x: Float[Array, "batch seq *in"]) -> Float[Array, "batch seq out"]:
+        """This device's share of the sum, without the bias."""
+        inputs = self.weight.ndim - 1
+        return jnp.tensordot(
+            x, self.weight.astype(x.dtype), axes=(tuple(range(-inputs, 0)), tuple(range(1, inputs + 1)))
+        )
+
+    def __call__(
+        self, x: Float[Array, "batch seq *in"], residual: Residual = "whole"
+    ) -> Float[Array, "batch part_seq out"]:
+        return row_sum((self, x), residual=residual)
+
+
+def row_sum(*parts: tuple[RowLinear, Array], residual: Residual = "whole") -> Float[Array, "batch part_seq out"]:
+    """The sum of several row layers under one collective.
+
+    This is a packed row projection, such as one weight over [attention, mlp], whose input blocks are split each by
+    itself: `y = psum_TP(sum_i x_i . W_i) + sum_i b_i`.
+    """
+    total = sum(layer.partial(x) for layer, x in parts)
+    y = reduce_residual(total, residual)
+    for layer, _ in parts:
+        if layer.bias is not None:
+            y = y + layer.bias.astype(y.dtype)
+    return y
+
+
+class SplitInputLinear(eqx.Module):
+    """y = psum(W x) + b for an x that is whole: each device takes its slice of x, as its split of W's inputs demands.
+
+    For wide projections of a small input (modulation): the weight is split, and only the output is reduced.
+    `y[B, S, *out] = psum_TP(x[B, S, in_TP] . W[*out, in_TP]) + b[*out]`
+    """
+
+    weight: Float[Leaf, "*out in"]
+    bias: Float[Leaf, "*out"] | None = None
+
+    def __call__(self, x: Float[Array, "batch seq whole_in"]) -> Float[Array, "batch seq *out"]:
+        size = self.weight.shape[-1]
+        mine = lax.dynamic_slice_in_dim(x, lax.axis_index(TP) * size, size, axis=-1)
+        y = lax.psum(jnp.tensordot(mine, self.weight.astype(x.dtype), axes=(-1, -1)), TP)
+        return y if self.bias is None else y + self.bias.astype(x.dtype)
+
+
+class Embedding(eqx.Module):
+    """Token embedding with the vocabulary split over the tensor axes, and its transpose as output head.
+
+    `__call__`: `y[B, S, embed] = psum_TP(W[vocab_TP, embed][ids])`, a row being zero except on the device that holds it.
+    `logits`: `z[B, S, vocab_TP] = y[B, S, embed] . W[vocab_TP, embed]`; no collective, z stays split.
+    """
+
+    weight: Float[Leaf, "vocab embed"]
+
+    def __call__(self, ids: Int[Array, "batch seq"], dtype: jnp.dtype | None = None) -> Float[Array, "batch seq embed"]:
+        rows = self.weight.shape[0]
+        local = ids - lax.axis_index(TP) * rows
+        here = (local >= 0) & (local < rows)
+        found = self.weight[jnp.where(here, local, 0)]
+        y = jnp.where(here[..., None], found, 0)
+        return lax.psum(y if dtype is None else y.astype(dtype), TP)
+
+    def logits(self, y: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq vocab"]:
+        return jnp.tensordot(y, self.weight.astype(y.dtype), axes=(-1, -1))
+
+
+class RMSNorm(eqx.Module):
+    """x / rms(x) * weight over the weight's dims, float32 inside.
+
+    With `axis`, one of those dims is split over these mesh axes and the mean square is averaged over them (one psum of
+    one number per token). `offset` is added to the weight: 1 for weights stored around zero.
+    """
+
+    weight: Float[Leaf, "*norm"]
+    eps: float = eqx.field(static=True, default=1e-6)
+    axis: tuple[str, ...] | None = eqx.field(static=True, default=None)
+    offset: float = eqx.field(static=True, default=0.0)
+
+    def mean_square(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        """This device's mean of x^2 over the normed dims, which are kept with size 1."""
+        return jnp.mean(jnp.square(x.astype(jnp.float32)), axis=tuple(range(-self.weight.ndim, 0)), keepdims=True)
+
+    def scale(self, x: Float[Array, "..."], mean_square: Float[Array, "..."]) -> Float[Array, "..."]:
+        y = (x.astype(jnp.float32) * lax.rsqrt(mean_square + self.eps)).astype(x.dtype)
+        return y * (self.weight.astype(x.dtype) + jnp.asarray(self.offset, x.dtype))
+
+    def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        mean = self.mean_square(x)
+        return self.scale(x, lax.pmean(mean, self.axis) if self.axis else mean)
+
+
+def norm_together(*pairs: tuple[RMSNorm, Array]) -> list[Array]:
+    """Several norms across the same split dims (q and k over all heads) with one psum for all of them."""
+    axes = {norm.axis for norm, _ in pairs}
+    if len(axes) != 1 or None in axes:
+        raise ValueError(f"norm_together: the norms are split over {axes}: give each the same mesh axes")
+    means = [norm.mean_square(x) for norm, x in pairs]
+    reduced = lax.pmean(tuple(means), axes.pop())
+    return [norm.scale(x, mean) for (norm, x), mean in zip(pairs, reduced, strict=True)]
+
+
+class LayerNorm(eqx.Module):
+    """(x - mean) / std * weight + bias over the last dim, float32 inside; weight and bias may be absent."""
+
+    weight: Float[Leaf, "embed"] | None = None
+    bias: Float[Leaf, "embed"] | None = None
+    eps: float = eqx.field(static=True, default=1e-6)
+
+    def __call__(self, x: Float[Array, "*lead embed"]) -> Float[Array, "*lead embed"]:
+        x32 = x.astype(jnp.float32)
+        centred = x32 - jnp.mean(x32, axis=-1, keepdims=True)
+        y = centred * lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + self.eps)
+        y = y if self.weight is None else y * self.weight.astype(jnp.float32)
+        y = y if self.bias is None else y + self.bias.astype(jnp.float32)
+        return y.astype(x.dtype)
