@@ -1,0 +1,331 @@
+"""Random reads from one weight file: by memory map on local disks, by `pread` on network file systems.
+
+Every reader hands out `Stored` records (where a tensor lies, its type and its strides); `read_stored` turns one into
+a numpy array. Both are safe to call from several threads at once: nothing here keeps a file position.
+"""
+
+import hashlib
+import itertools
+import math
+import mmap
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import ml_dtypes
+import numpy as np
+from shardzoo.errors import InputError
+
+Strategy = Literal["auto", "mmap", "pread"]
+
+# Page faults over a network cost a round trip each; large reads do not.
+NETWORK_FILE_SYSTEMS = frozenset(
+    [
+        "9p",
+        "afs",
+        "beegfs",
+        "ceph",
+        "cifs",
+        "coda",
+        "davfs",
+        "gfs2",
+        "glusterfs",
+        "gpfs",
+        "lustre",
+        "ncpfs",
+        "nfs",
+        "nfs4",
+        "ocfs2",
+        "orangefs",
+        "panfs",
+        "smb2",
+        "smb3",
+        "smbfs",
+        "virtiofs",
+        "wekafs",
+    ]
+)
+MAX_ELEMENTS = 2**63 - 1
+MAX_DIMS = 64  # numpy's own limit
+# How much of a strided tensor's storage is held at once while it is copied into row-major order.
+GATHER_BYTES = 16 << 20
+_FLOAT4 = np.dtype(ml_dtypes.float4_e2m1fn)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stored:
+    """Where one tensor lies in its file.
+
+    `offset` and `strides` are in bytes, `strides` is None for row-major order. `dtype` is the type of one element as
+    `read_stored` returns it; `packed` says that two elements share a byte, the first in the low half (4-bit floats).
+    `nbytes` counts the elements as stored (a packed tensor's are half an array's), expanded dimensions included.
+    `storage` names what the tensor is a view of: two tensors of equal offset, strides and shape are the same memory.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    offset: int
+    nbytes: int
+    strides: tuple[int, ...] | None = None
+    packed: bool = False
+    storage: str = ""
+
+
+def element_count(shape: tuple[int, ...]) -> int | None:
+    """Number of elements, or None where the product of the non-zero sizes does not fit 63 bits."""
+    if math.prod(max(size, 1) for size in shape) > MAX_ELEMENTS:
+        return None
+    return math.prod(shape)
+
+
+def _unescape_mount(text: str) -> str:
+    return text.replace("\\040", " ").replace("\\011", "\t").replace("\\012", "\n").replace("\\134", "\\")
+
+
+def _mounts() -> Iterator[tuple[str, str]]:
+    """(mount point, file system type) of every mount, later mounts last; nothing where the system does not say."""
+    try:
+        lines = Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        before, separator, after = line.partition(" - ")
+        fields = before.split(" ")
+        if separator and len(fields) > 4:
+            yield _unescape_mount(fields[4]), after.split(" ", 1)[0]
+
+
+def file_system_type(path: Path) -> str:
+    """Type of the file system that holds `path` ("ext4", "nfs4", ...); "" where the system does not say."""
+    real = os.path.realpath(path)
+    best, found = -1, ""
+    for point, kind in _mounts():
+        inside = real == point or real.startswith(point.rstrip("/") + "/")
+        if inside and len(point) >= best:
+            best, found = len(point), kind
+    return found
+
+
+def is_network_file_system(kind: str) -> bool:
+    """Whether page faults on this type of file system go over a network (FUSE mounts count: their cost is unknown)."""
+    return kind in NETWORK_FILE_SYSTEMS or kind == "fuse" or kind.startswith("fuse.")
+
+
+class FileBytes:
+    """The bytes of one open file, read at any offset.
+
+    Attributes:
+        path, size: as opened; `mtime_ns` with `size` identify this version of the file.
+        strategy: "mmap" or "pread", whichever was chosen.
+    """
+
+    def __init__(self, path: Path, strategy: Strategy = "auto"):
+        self.path = path
+        try:
+            self._fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        except OSError as error:
+            raise InputError(f"{path}: cannot be opened ({error.strerror})") from None
+        stat = os.fstat(self._fd)
+        self.size, self.mtime_ns = stat.st_size, stat.st_mtime_ns
+        if strategy == "auto":
+            strategy = "pread" if is_network_file_system(file_system_type(path)) else "mmap"
+        self.strategy = strategy
+        self._map: mmap.mmap | None = None
+        if strategy == "mmap" and self.size:
+            try:
+                self._map = mmap.mmap(self._fd, 0, access=mmap.ACCESS_READ)
+            except (
+                OSError,
+                ValueError,
+            ):  # a file system without memory maps: same bytes, another way
+                self.strategy = "pread"
+
+    def close(self) -> None:
+        """Closes the file. Arrays that `read_stored` returned stay valid: the last of them unmaps the file."""
+        self._map = None
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _check(self, offset: int, count: int) -> None:
+        if self._fd < 0:
+            raise InputError(f"{self.path}: is closed; open the source again to read from it")
+        # A map of a file that was cut short kills the process when touched: look before each read.
+        size = os.fstat(self._fd).st_size
+        if size != self.size:
+            raise InputError(
+                f"{self.path}: size={size} was {self.size} when opened: the file changed while being read"
+            )
+        if offset < 0 or count < 0 or offset + count > self.size:
+            raise InputError(
+                f"{self.path}: bytes {offset} to {offset + count} reach past its {self.size} bytes"
+            )
+
+    def read(self, offset: int, count: int) -> bytes:
+        """`count` bytes from `offset`."""
+        self._check(offset, count)
+        if self._map is not None:
+            return self._map[offset : offset + count]
+        target = bytearray(count)
+        self._fill(memoryview(target), offset)
+        return bytes(target)
+
+    def view(self, offset: int, count: int) -> memoryview:
+        """Read-only bytes: of the map itself, or a fresh copy."""
+        self._check(offset, count)
+        if self._map is not None:
+            return memoryview(self._map)[offset : offset + count]
+        # numpy leaves the pages untouched where bytearray would zero them first.
+        target = np.empty(count, np.uint8)
+        self._fill(memoryview(target), offset)
+        target.flags.writeable = False
+        return memoryview(target)
+
+    def _fill(self, target: memoryview, offset: int) -> None:
+        done = 0
+        while done < len(target):
+            try:
+                got = os.preadv(self._fd, [target[done:]], offset + done)
+            except OSError as error:
+                raise InputError(
+                    f"{self.path}: reading at byte {offset + done} failed ({error.strerror})"
+                ) from None
+            if got == 0:
+                raise InputError(
+                    f"{self.path}: ends at byte {offset + done}, {len(target) - done} bytes early"
+                )
+            done += got
+
+    def release(self, offset: int, count: int) -> None:
+        """Gives the mapped pages of this range back; they are read again when touched, so any view stays valid."""
+        if self._map is None or count <= 0 or not hasattr(mmap, "MADV_DONTNEED"):
+            return
+        start = offset // mmap.PAGESIZE * mmap.PAGESIZE
+        self._map.madvise(mmap.MADV_DONTNEED, start, min(offset + count, self.size) - start)
+
+    def blocks(self, block: int = 8 << 20) -> Iterator[memoryview]:
+        """The whole file in order, in blocks, with bounded memory."""
+        for offset in range(0, self.size, block):
+            count = min(block, self.size - offset)
+            yield self.view(offset, count)
+            self.release(offset, count)
+
+    def sha256(self, progress: Callable[[int], None] | None = None) -> str:
+        """Hex SHA-256 of the file, streamed; `progress` is told the bytes of each block."""
+        digest = hashlib.sha256()
+        for block in self.blocks():
+            digest.update(block)
+            if progress is not None:
+                progress(len(block))
+        return digest.hexdigest()
+
+
+def read_stored(data: FileBytes, stored: Stored, rows: slice | None = None) -> np.ndarray:
+    """A tensor, or `rows` of its first dimension, in row-major order with its stored element type.
+
+    Returns:
+        A read-only view of the map where the file allows one (row-major and aligned), else a fresh array.
+    """
+    shape, offset, start = stored.shape, stored.offset, 0
+    if rows is not None:
+        start, stop = _row_range(data.path, stored.shape, rows)
+        shape = (stop - start, *shape[1:])
+    if math.prod(shape) == 0:
+        return np.empty(shape, stored.dtype)
+    if stored.packed:
+        return _read_packed(data, stored, shape, start)
+    if stored.strides is not None:
+        base = offset + start * stored.strides[0] if shape else offset
+        return _gather(data, shape, stored.dtype, base, stored.strides)
+    count = math.prod(shape) * stored.dtype.itemsize
+    base = offset + (start * (stored.nbytes // stored.shape[0]) if shape else 0)
+    array = np.ndarray(shape, stored.dtype, data.view(base, count))
+    return array if array.flags.aligned else array.copy()
+
+
+def release_stored(data: FileBytes, stored: Stored, rows: slice | None = None) -> None:
+    """Gives back the mapped pages that `read_stored` with the same arguments touched (all of a strided tensor's)."""
+    if stored.nbytes == 0:
+        return
+    if stored.strides is not None:
+        data.release(stored.offset, _span(stored.shape, stored.strides, stored.dtype.itemsize))
+        return
+    if rows is None:
+        data.release(stored.offset, stored.nbytes)
+        return
+    start, stop = _row_range(data.path, stored.shape, rows)
+    begin, end = (row * stored.nbytes // stored.shape[0] for row in (start, stop))
+    data.release(stored.offset + begin, end - begin)
+
+
+def _row_range(path: Path, shape: tuple[int, ...], rows: slice) -> tuple[int, int]:
+    if not shape:
+        raise InputError(f"{path}: rows of a tensor with no dimensions were asked for: read it whole")
+    start, stop, step = rows.indices(shape[0])
+    if step != 1:
+        raise InputError(f"{path}: rows in steps of {step} were asked for: only whole ranges can be read")
+    return start, max(start, stop)
+
+
+def _read_packed(data: FileBytes, stored: Stored, shape: tuple[int, ...], start: int) -> np.ndarray:
+    elements = math.prod(shape)
+    first = start * (math.prod(stored.shape[1:]))
+    whole = data.view(stored.offset + first // 2, (first + elements + 1) // 2 - first // 2)
+    pairs = np.frombuffer(whole, np.uint8)
+    halves = np.empty((pairs.size, 2), np.uint8)
+    np.bitwise_and(pairs, 15, out=halves[:, 0])
+    np.right_shift(pairs, 4, out=halves[:, 1])
+    return halves.reshape(-1)[first % 2 :][:elements].reshape(shape).view(_FLOAT4)
+
+
+def _span(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> int:
+    """Bytes from the first to the end of the last element."""
+    return sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + itemsize
+
+
+def _gather(
+    data: FileBytes,
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    offset: int,
+    strides: tuple[int, ...],
+) -> np.ndarray:
+    """Copies a strided tensor into row-major order, walking the file in storage order a few MiB at a time."""
+    target = np.empty(shape, dtype)
+    order = sorted(range(len(shape)), key=lambda dim: -strides[dim])
+    view = target.transpose(order)
+    _gather_into(data, view, offset, tuple(strides[dim] for dim in order))
+    return target
+
+
+def _gather_into(data: FileBytes, target: np.ndarray, offset: int, strides: tuple[int, ...]) -> None:
+    """Fills `target` from the file; its dimensions are in order of falling stride."""
+    span = _span(target.shape, strides, target.itemsize)
+    if span <= GATHER_BYTES:
+        # (np.lib.stride_tricks refuses the 8-bit floats, the plain constructor does not.)
+        target[...] = np.ndarray(target.shape, target.dtype, data.view(offset, span), 0, strides)
+        data.release(offset, span)
+        return
+    inner = _span(target.shape[1:], strides[1:], target.itemsize)
+    if inner > GATHER_BYTES:
+        for index, part in enumerate(target):
+            _gather_into(data, part, offset + index * strides[0], strides[1:])
+        return
+    step = (GATHER_BYTES - inner) // max(strides[0], 1) + 1
+    for start in range(0, target.shape[0], step):
+        _gather_into(data, target[start : start + step], offset + start * strides[0], strides)
+
+
+def batched_names(names: list[str], limit: int = 5) -> str:
+    """The first few names, and how many more there are."""
+    shown = ", ".join(itertools.islice(names, limit))
+    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
+
+
+if (
+    sys.byteorder != "little"
+):  # every format read here is little-endian, and so is all hardware that JAX runs on
+    raise ImportError("shardzoo.convert needs a little-endian machine")

@@ -1,0 +1,262 @@
+"""Which files of a folder are the weights: an index where there is one, else a set of files that leaves no doubt."""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+
+from shardzoo.convert.file_bytes import batched_names
+from shardzoo.convert.safetensors import parse_json_object
+from shardzoo.errors import InputError, fail_if
+
+TORCH_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+# Twins that hold the same tensors in another precision or average, named `<stem>.<variant>.<suffix>`.
+VARIANTS = (
+    "fp16",
+    "bf16",
+    "fp32",
+    "fp8",
+    "fp8_e4m3fn",
+    "fp8_e5m2",
+    "int8",
+    "ema",
+    "ema_only",
+    "non_ema",
+    "non-ema",
+)
+# What training scripts leave beside the weights under the same suffixes.
+_NOT_WEIGHTS = re.compile(
+    r"training_args|optimizer|optim_states|scheduler|scaler|rng_state|random_states|trainer_state"
+)
+_WEIGHTS = re.compile(
+    rf"(?P<stem>.+?)(?:\.(?P<variant>{'|'.join(VARIANTS)}))?(?:-(?P<part>\d+)-of-(?P<parts>\d+))?"
+    r"(?P<suffix>\.safetensors|\.bin|\.pt|\.pth|\.ckpt)"
+)
+_INDEX = re.compile(
+    r".+?(?P<suffix>\.safetensors|\.bin|\.pt|\.pth|\.ckpt)?\.index(?:\.(?P<variant>[\w-]+))?\.json"
+)
+MAX_JSON_BYTES = 200 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Index:
+    """A weight index: which tensor lies in which file. `text` is the file as it stands."""
+
+    path: Path
+    text: str
+    weight_map: Mapping[str, str]
+    metadata: Mapping[str, object]
+
+    @property
+    def shards(self) -> list[str]:
+        """File names in order of first mention."""
+        return list(dict.fromkeys(self.weight_map.values()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightFiles:
+    """The files to read (paths relative to `root`), their index if they have one, and remarks for the user."""
+
+    root: Path
+    files: tuple[str, ...]
+    index: Index | None = None
+    variant: str = ""
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def safetensors(self) -> bool:
+        return all(name.endswith(".safetensors") for name in self.files)
+
+    @property
+    def name(self) -> str:
+        """What to pass instead of the folder to get these files."""
+        return self.index.path.name if self.index else self.files[0]
+
+
+def read_text(path: Path) -> str:
+    """A small text file in UTF-8."""
+    try:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise InputError(
+                f"{path}: size={path.stat().st_size} exceeds {MAX_JSON_BYTES}: this is no JSON of a checkpoint"
+            )
+        return path.read_bytes().decode("utf-8")
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: is not UTF-8 (byte {error.start}): the file is damaged") from None
+
+
+def read_index(path: Path) -> Index:
+    """Reads and checks a weight index.
+
+    Raises:
+        InputError: no `weight_map` of strings, a tensor listed twice, or a file name that leaves the folder.
+    """
+    text = read_text(path)
+    content = parse_json_object(text.encode(), str(path))
+    weight_map, metadata = content.get("weight_map"), content.get("metadata", {})
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise InputError(f"{path}: holds no weight_map of tensor names to files: this is no index of weights")
+    if not isinstance(metadata, dict):
+        raise InputError(f"{path}: metadata is a {type(metadata).__name__}, not an object")
+    fail_if(_map_problems(weight_map), f"{path}: weight_map is not sound")
+    return Index(path=path, text=text, weight_map=weight_map, metadata=metadata)
+
+
+def _map_problems(weight_map: Mapping[str, object]) -> list[str]:
+    wrong = [
+        f"{key!r}: {name!r} is no file name" for key, name in weight_map.items() if not isinstance(name, str)
+    ]
+    names = {name for name in weight_map.values() if isinstance(name, str)}
+    for name in sorted(names):
+        parts = PurePosixPath(name).parts
+        if not parts or name.startswith("/") or ".." in parts or "\\" in name or "\0" in name:
+            wrong.append(f"file {name!r} lies outside the folder")
+    return wrong[:40]
+
+
+def find_weights(path: Path, variant: str | None = None) -> WeightFiles:
+    """The weight files that `path` (a file, an index, or a folder) stands for.
+
+    `variant` picks a twin such as "fp16"; by default the files without one are read, and safetensors before `.bin`.
+
+    Raises:
+        InputError: nothing there, or several candidates; the message names what to pass.
+    """
+    if path.is_dir():
+        return _choose(path, _candidates(path), variant)
+    if not path.exists():
+        link = " (a link to a file that is gone)" if path.is_symlink() else ""
+        raise InputError(f"{path}: does not exist{link}: give a folder, a weight file or an index of weights")
+    if path.suffix == ".json":
+        return _of_index(read_index(path))
+    match = _WEIGHTS.fullmatch(path.name)
+    if match and match["part"] and int(match["parts"]) > 1:
+        raise InputError(
+            f"{path}: is part {int(match['part'])} of {int(match['parts'])}: give the folder {path.parent} or its index"
+        )
+    return WeightFiles(root=path.parent, files=(path.name,), variant=(match and match["variant"]) or "")
+
+
+def _of_index(index: Index) -> WeightFiles:
+    match = _INDEX.fullmatch(index.path.name)
+    return WeightFiles(
+        root=index.path.parent,
+        files=tuple(index.shards),
+        index=index,
+        variant=(match and match["variant"]) or "",
+    )
+
+
+def _weight_names(folder: Path) -> list[str]:
+    names = (entry.name for entry in folder.iterdir() if not entry.is_dir())
+    return sorted(
+        name
+        for name in names
+        if _WEIGHTS.fullmatch(name) and not name.startswith(".") and not _NOT_WEIGHTS.search(name)
+    )
+
+
+def _candidates(folder: Path) -> list[WeightFiles]:
+    """Every set of weight files in the folder: one an index, one a run of numbered parts, one a single file."""
+    try:
+        entries = sorted(entry.name for entry in folder.iterdir())
+        names = _weight_names(folder)
+    except OSError as error:
+        raise InputError(f"{folder}: cannot be listed ({error.strerror})") from None
+    indexes = [name for name in entries if _INDEX.fullmatch(name) and not name.startswith(".")]
+    found = [_of_index(read_index(folder / name)) for name in indexes]
+    listed = {name for weights in found for name in weights.files}
+    runs: dict[tuple[str, str, str, int], list[str]] = defaultdict(list)
+    for name in names:
+        match = _WEIGHTS.fullmatch(name)
+        parts = int(match["parts"] or 1)
+        if name not in listed:
+            runs[(match["stem"], match["variant"] or "", match["suffix"], parts)].append(name)
+    for (_, variant, _, _), files in runs.items():
+        found.append(WeightFiles(root=folder, files=tuple(files), variant=variant))
+    return found
+
+
+def _choose(folder: Path, found: list[WeightFiles], variant: str | None) -> WeightFiles:
+    if not found:
+        raise InputError(f"{folder}: holds no weights{_hint_of_subfolders(folder)}")
+    kept = _of_variant(folder, found, variant)
+    kept = [weights for weights in kept if weights.safetensors] or kept
+    kept = [weights for weights in kept if weights.index] or kept
+    if len(kept) > 1:
+        raise InputError(
+            f"{folder}: holds {len(kept)} sets of weights and no index that joins them: give one of them, "
+            + ", ".join(str(folder / weights.name) for weights in kept)
+        )
+    chosen = kept[0]
+    _check_run(folder, chosen)
+    unread = sorted({name for weights in found for name in weights.files} - set(chosen.files))
+    present = [name for name in unread if (folder / name).exists()]
+    stray = _strays_of_index(chosen, present)
+    fail_if(stray, f"{folder}: {chosen.name} does not list every part")
+    if present:
+        chosen.notes.append(f"{folder}: not read beside {chosen.name}: {batched_names(present, 10)}")
+    return chosen
+
+
+def _of_variant(folder: Path, found: list[WeightFiles], variant: str | None) -> list[WeightFiles]:
+    names = sorted({weights.variant for weights in found})
+    if variant is not None:
+        kept = [weights for weights in found if weights.variant == variant]
+        if not kept:
+            raise InputError(f"{folder}: holds no variant {variant!r} (found: {', '.join(map(repr, names))})")
+        return kept
+    if len(names) > 1 and "" not in names:
+        raise InputError(
+            f"{folder}: holds the variants {', '.join(names)} and none without: choose one by variant="
+        )
+    return [weights for weights in found if weights.variant == names[0]]
+
+
+def _check_run(folder: Path, chosen: WeightFiles) -> None:
+    """Without an index, numbered parts must all be there."""
+    match = _WEIGHTS.fullmatch(chosen.files[0])
+    if chosen.index or not match or not match["parts"]:
+        return
+    parts = int(match["parts"])
+    there = {int(_WEIGHTS.fullmatch(name)["part"]) for name in chosen.files}
+    missing = sorted(set(range(1, min(parts, 100_000) + 1)) - there)
+    if missing:
+        raise InputError(
+            f"{folder}: {chosen.files[0]} is one of {parts} parts, {len(missing)} are missing"
+            f" ({batched_names([str(part) for part in missing])}): fetch them"
+        )
+
+
+def _strays_of_index(chosen: WeightFiles, unread: Iterable[str]) -> list[str]:
+    """Files numbered as parts of the chosen index's run which it does not list: the index is cut or of another run."""
+    if not chosen.index:
+        return []
+    runs = {_run_of(name) for name in chosen.files} - {None}
+    return [
+        f"{name} is numbered as one of its parts, but no tensor of it is listed: fetch {chosen.name} again, or remove it"
+        for name in unread
+        if _run_of(name) in runs
+    ]
+
+
+def _run_of(name: str) -> tuple[str, ...] | None:
+    match = _WEIGHTS.fullmatch(name)
+    return (
+        (match["stem"], match["variant"] or "", match["parts"], match["suffix"])
+        if match and match["parts"]
+        else None
+    )
+
+
+def _hint_of_subfolders(folder: Path) -> str:
+    inside = [
+        entry for entry in sorted(folder.iterdir()) if entry.is_dir() and not entry.name.startswith(".")
+    ]
+    with_weights = [str(entry) for entry in inside if _weight_names(entry)]
+    if with_weights:
+        return f": give one of its folders that do, {batched_names(with_weights, 20)}"
+    return f" (*.safetensors, {', '.join('*' + suffix for suffix in TORCH_SUFFIXES)}, or an index of them)"

@@ -1,0 +1,313 @@
+"""A checkpoint in PyTorch's world as one mapping of tensors, whatever files it lies in.
+
+`open_source` reads headers only. Tensors are read one block of rows at a time, by any number of threads.
+"""
+
+import hashlib
+import json
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from shardzoo.convert.file_bytes import (
+    FileBytes,
+    Stored,
+    Strategy,
+    batched_names,
+    read_stored,
+    release_stored,
+)
+from shardzoo.convert.folder import Index, WeightFiles, find_weights, read_text
+from shardzoo.convert.safetensors import SafetensorsFile, open_safetensors
+from shardzoo.errors import InputError, fail_if
+
+# Small files that belong to a model and travel with its weights.
+EXTRAS = (
+    "tokenizer*",
+    "vocab*",
+    "merges*.txt",
+    "*.tiktoken",
+    "*.spm",
+    "spiece*.model",
+    "sentencepiece*.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "generation_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "scheduler_config.json",
+    "params.json",
+    "LICENSE*",
+    "NOTICE*",
+)
+MAX_EXTRA_BYTES = 256 << 20
+MAX_REPORTED = 60
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorInfo:
+    """One tensor of a source: `file` indexes `Source.files`, `nbytes` is its size as stored (row-major).
+
+    Tensors with equal `memory` are the same memory under several names (weights tied in the file itself).
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    file: int
+    nbytes: int
+    memory: tuple[Any, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceFile:
+    """One weight file: `path` relative to the source's folder, `kind` "safetensors", "pt-zip" or "pt-legacy".
+
+    `header` is the raw JSON of a safetensors file (empty for others) and `metadata` its free text. `wrapper` is the
+    path of keys inside a PyTorch file at which the weights were found, () for the file's top level.
+    """
+
+    path: str
+    kind: str
+    size: int
+    mtime_ns: int
+    header: bytes
+    metadata: Mapping[str, str]
+    wrapper: tuple[str, ...] = ()
+
+
+class Source:
+    """An opened checkpoint; use as a context manager or call `close`.
+
+    Attributes:
+        root: the folder.
+        tensors: key -> TensorInfo, in the order of the files.
+        files: the weight files read.
+        config: `config.json` of the folder, parsed, or None; `config_text` is the file as it stands.
+        index_name, index_text: the index of weights, verbatim, or None.
+        extras: tokenizer and other small files to carry along.
+        notes: remarks for the user (files not read, a wrapper chosen).
+    """
+
+    def __init__(self, weights: WeightFiles, opened: list[SafetensorsFile]):
+        self.root = weights.root
+        self.notes = list(weights.notes)
+        self.variant = weights.variant
+        self.index_name = weights.index.path.name if weights.index else None
+        self.index_text = weights.index.text if weights.index else None
+        self._data: list[FileBytes] = [file.data for file in opened]
+        self._stored: dict[str, tuple[int, Stored]] = {
+            key: (number, stored)
+            for number, file in enumerate(opened)
+            for key, stored in file.tensors.items()
+        }
+        self.files = [_described(name, file) for name, file in zip(weights.files, opened, strict=True)]
+        self.tensors: Mapping[str, TensorInfo] = types.MappingProxyType(
+            {key: _info(key, number, stored) for key, (number, stored) in self._stored.items()}
+        )
+        self.config_text, self.config = _read_config(self.root)
+        self.extras = _find_extras(self.root)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the files. Arrays that were read stay valid."""
+        for data in self._data:
+            data.close()
+
+    def path_of(self, file: int) -> Path:
+        """The weight file with this index."""
+        return self._data[file].path
+
+    def _find(self, key: str) -> tuple[FileBytes, Stored]:
+        if key not in self._stored:
+            raise InputError(f"{self.root}: holds no tensor {key!r}")
+        number, stored = self._stored[key]
+        return self._data[number], stored
+
+    def read(self, key: str, rows: slice | None = None) -> np.ndarray:
+        """The tensor `key`, or `rows` of its first dimension: exact bits, row-major, aligned.
+
+        Returns:
+            A read-only view of the mapped file where it can be one, else a fresh array.
+
+        Raises:
+            InputError: no such tensor, or the file changed or cannot be read.
+        """
+        data, stored = self._find(key)
+        return read_stored(data, stored, rows)
+
+    def release(self, key: str, rows: slice | None = None) -> None:
+        """Gives the memory of pages that `read` mapped back to the system; views read before stay valid."""
+        data, stored = self._find(key)
+        release_stored(data, stored, rows)
+
+    def file_sha256(self, file: int, progress: Callable[[int], None] | None = None) -> str:
+        """Hex SHA-256 of a whole weight file, streamed; `progress` is told the bytes of each block."""
+        return self._data[file].sha256(progress)
+
+    def tensor_sha256(self, key: str, block_bytes: int = 8 << 20) -> str:
+        """Hex SHA-256 of a tensor's row-major bytes, streamed by rows."""
+        info = self.tensors[key]
+        digest = hashlib.sha256()
+        for rows in row_blocks(info, block_bytes):
+            digest.update(self.read(key, rows).reshape(-1).view(np.uint8))
+            self.release(key, rows)
+        return digest.hexdigest()
+
+
+def row_blocks(info: TensorInfo, block_bytes: int) -> list[slice | None]:
+    """Ranges of rows of about `block_bytes` that together make the tensor; [None] where it has no rows to cut."""
+    if not info.shape or info.shape[0] == 0:
+        return [None]
+    step = max(1, block_bytes * info.shape[0] // max(info.nbytes, 1))
+    return [slice(start, min(start + step, info.shape[0])) for start in range(0, info.shape[0], step)]
+
+
+def _info(key: str, number: int, stored: Stored) -> TensorInfo:
+    memory = (number, stored.storage, stored.offset, stored.strides, stored.shape, str(stored.dtype))
+    return TensorInfo(
+        key=key, shape=stored.shape, dtype=stored.dtype, file=number, nbytes=stored.nbytes, memory=memory
+    )
+
+
+def _described(name: str, file: SafetensorsFile) -> SourceFile:
+    return SourceFile(
+        path=name,
+        kind=file.kind,
+        size=file.data.size,
+        mtime_ns=file.data.mtime_ns,
+        header=file.header,
+        metadata=file.metadata,
+    )
+
+
+def _read_config(folder: Path) -> tuple[str | None, dict[str, Any] | None]:
+    path = folder / "config.json"
+    if not path.is_file():
+        return None, None
+    text = read_text(path)
+    try:
+        config = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path}: is not valid JSON ({error}): mend it or fetch it again") from None
+    if not isinstance(config, dict):
+        raise InputError(f"{path}: holds a {type(config).__name__} where an object is expected")
+    return text, config
+
+
+def _find_extras(folder: Path) -> list[Path]:
+    found = {path for pattern in EXTRAS for path in folder.glob(pattern)}
+    return sorted(path for path in found if path.is_file() and path.stat().st_size <= MAX_EXTRA_BYTES)
+
+
+def open_source(
+    path: str | Path,
+    *,
+    variant: str | None = None,
+    strategy: Strategy = "auto",
+) -> Source:
+    """Opens a folder, a weight file or an index of weights; reads and checks every header, no tensor.
+
+    Args:
+        path: where the checkpoint is.
+        variant: which of several twins to read ("fp16", ...); by default the one without a variant.
+        strategy: "mmap", "pread", or "auto" (`pread` on network file systems).
+
+    Raises:
+        InputError: everything that is wrong with the files, at once, each with its name.
+    """
+    weights = find_weights(Path(path), variant)
+    opened: list[SafetensorsFile] = []
+    problems: list[str] = []
+    try:
+        for name in weights.files:
+            _open_one(weights, name, strategy, opened, problems)
+        by_name = dict(zip(weights.files, opened, strict=True)) if not problems else _by_path(weights, opened)
+        if weights.index:
+            problems += _against_index(weights.index, by_name)
+        else:
+            problems += _shared_keys(by_name)
+        if len(problems) > MAX_REPORTED:
+            problems[MAX_REPORTED:] = [f"and {len(problems) - MAX_REPORTED} more problems"]
+        _raise_all(weights, problems)
+        return Source(weights, opened)
+    except InputError:
+        for file in opened:
+            file.data.close()
+        raise
+
+
+def _raise_all(weights: WeightFiles, problems: list[str]) -> None:
+    if len(problems) == 1 and not weights.index:
+        raise InputError(problems[0])
+    fail_if(problems, f"{weights.root}: the weights of {weights.name} are not sound")
+
+
+def _by_path(weights: WeightFiles, opened: list[SafetensorsFile]) -> dict[str, SafetensorsFile]:
+    return {str(file.data.path.relative_to(weights.root)): file for file in opened}
+
+
+def _open_one(
+    weights: WeightFiles, name: str, strategy: Strategy, opened: list[SafetensorsFile], problems: list[str]
+) -> None:
+    path = weights.root / name
+    if not path.is_file():
+        expected = _expected_of(weights.index, name)
+        gone = "is a link to a file that is gone" if path.is_symlink() else "is missing"
+        problems.append(f"{name}: {gone}{expected}: fetch it")
+        return
+    try:
+        opened.append(open_safetensors(path, strategy))
+    except InputError as error:
+        problems.append(str(error))
+
+
+def _expected_of(index: Index | None, name: str) -> str:
+    if index is None:
+        return ""
+    keys = [key for key, file in index.weight_map.items() if file == name]
+    return f", {len(keys)} tensors are to be in it ({batched_names(keys, 3)})"
+
+
+def _against_index(index: Index, files: Mapping[str, SafetensorsFile]) -> list[str]:
+    """The index is the truth: each file holds the tensors that it is said to hold, and no others."""
+    problems = []
+    for name, file in files.items():
+        listed = {key for key, where in index.weight_map.items() if where == name}
+        absent = [key for key in index.weight_map if key in listed and key not in file.tensors]
+        if absent:
+            problems.append(
+                f"{name}: lacks {len(absent)} of the {len(listed)} tensors that {index.path.name} expects in it:"
+                f" {batched_names(absent)}"
+            )
+        extra = [key for key in file.tensors if key not in index.weight_map]
+        if extra:
+            problems.append(
+                f"{name}: holds {len(extra)} tensors that {index.path.name} does not list: {batched_names(extra)}"
+            )
+        twice = [key for key in file.tensors if index.weight_map.get(key, name) != name]
+        problems.extend(
+            f"{name}: holds {key!r}, which {index.path.name} places in {index.weight_map[key]}"
+            for key in twice
+        )
+    return problems
+
+
+def _shared_keys(files: Mapping[str, SafetensorsFile]) -> list[str]:
+    """Parts without an index must not hold the same tensor twice."""
+    first: dict[str, str] = {}
+    problems = []
+    for name, file in files.items():
+        for key in file.tensors:
+            if first.setdefault(key, name) != name:
+                problems.append(f"tensor {key!r} is in {first[key]} and in {name}")
+    return problems
