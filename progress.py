@@ -1,0 +1,10 @@
+"""How long operations tell their caller how far they are."""
+
+from typing import Protocol
+
+
+class Progress(Protocol):
+    """Called at each block of work, from any thread; must be cheap and must not raise."""
+
+    def __call__(self, done: int, total: int, what: str, /) -> None:
+        """`done` of `total` bytes are through; `what` names the tensor or file at hand."""
