@@ -61,7 +61,9 @@ def split_heads(x: Float[Array, "batch seq ..."], heads_dim: int = HEADS) -> Flo
     return lax.all_to_all(x, CONTEXT, split_axis=heads_dim, concat_axis=SEQ, tiled=True)
 
 
-def split_seq(x: Float[Array, "batch all_seq heads head_dim"]) -> Float[Array, "batch seq all_heads head_dim"]:
+def split_seq(
+    x: Float[Array, "batch all_seq heads head_dim"],
+) -> Float[Array, "batch seq all_heads head_dim"]:
     """All-to-all over `context`: all heads of this device's share of the sequence."""
     return lax.all_to_all(x, CONTEXT, split_axis=SEQ, concat_axis=HEADS, tiled=True)
 
@@ -89,7 +91,11 @@ def attention(
     degree = lax.axis_size(CONTEXT)
     plan = exchange(q.shape[HEADS], kv.shape[3], degree)
     options = dict(causal=causal, window=window, scale=scale, soft_cap=soft_cap)
-    ids = segment_ids if degree == 1 or segment_ids is None else lax.all_gather(segment_ids, CONTEXT, axis=SEQ, tiled=True)
+    ids = (
+        segment_ids
+        if degree == 1 or segment_ids is None
+        else lax.all_gather(segment_ids, CONTEXT, axis=SEQ, tiled=True)
+    )
     if plan.kind == "gather":
         return _gathered(q, kv, lengths, segment_ids, ids, bias, options)
     if plan.kind == "ulysses":

@@ -38,8 +38,8 @@ def reduce_residual(partial: Float[Array, "batch seq ..."], residual: Residual) 
 class ColumnLinear(eqx.Module):
     """y = W x + b with an output dim split over the tensor axes, or with nothing split. No collective.
 
-    `y[B, S, *out_TP] = x[B, S, in] . W[*out_TP, in]`: y holds this device's outputs. Leading output dims that stay whole
-    pack projections of equal size (q, k and v; gate and up).
+    `y[B, S, *out_TP] = x[B, S, in] . W[*out_TP, in]`: y holds this device's outputs. Leading output dims that stay
+    whole pack projections of equal size (q, k and v; gate and up).
     """
 
     weight: Float[Leaf, "*out in"]
@@ -106,7 +106,7 @@ class SplitInputLinear(eqx.Module):
 class Embedding(eqx.Module):
     """Token embedding with the vocabulary split over the tensor axes, and its transpose as output head.
 
-    `__call__`: `y[B, S, embed] = psum_TP(W[vocab_TP, embed][ids])`, a row being zero except on the device that holds it.
+    `__call__`: `y[B, S, embed] = psum_TP(W[vocab_TP, embed][ids])`, each row from the device that holds it.
     `logits`: `z[B, S, vocab_TP] = y[B, S, embed] . W[vocab_TP, embed]`; no collective, z stays split.
     """
 

@@ -24,8 +24,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from shardzoo.errors import InputError, fail_if
-from shardzoo.zoo.mesh import KV, PIPE, Degrees, kv_problem
+from shardzoo.zoo.mesh import KV, REP, Degrees, kv_problem
 
+FLOAT32 = np.dtype("float32")
 LAYER = "layer"  # the leading dim of stacked blocks
 Tree = TypeVar("Tree")
 Axes = str | tuple[str, ...]
@@ -50,13 +51,15 @@ class Param:
     dims: str
     shape: tuple[int, ...]
     split: Mapping[str, Axes] = dataclasses.field(default_factory=dict)
-    dtype: np.dtype = np.dtype("float32")
+    dtype: np.dtype = FLOAT32
     rest: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
         names = self.names
         if len(names) != len(self.shape) or len(set(names)) != len(names):
-            raise ValueError(f"Param: dims {self.dims!r} do not name the {len(self.shape)} sizes {self.shape} once each")
+            raise ValueError(
+                f"Param: dims {self.dims!r} do not name the {len(self.shape)} sizes {self.shape} once each"
+            )
         for dim in {*self.split, *self.rest}:
             if dim not in names:
                 raise ValueError(f"Param: split dim {dim!r} is not among {self.dims!r}")
@@ -143,12 +146,13 @@ def astype(declared: Tree, dtype: Any) -> Tree:
     return _each(declared, one)
 
 
-def stack(declared: Tree, layers: int) -> Tree:
-    """The declaration of `layers` equal blocks: a leading dim `layer` on each leaf, split over `pipe`."""
+def stack(declared: Tree, layers: int, axis: str | None = None) -> Tree:
+    """The declaration of `layers` equal blocks: a leading dim `layer` on each leaf, split over `axis` (`pipe`)."""
+    split = {LAYER: axis} if axis else {}
     return _each(
         declared,
         lambda p: dataclasses.replace(
-            p, dims=f"{LAYER} {p.dims}", shape=(layers, *p.shape), split={LAYER: PIPE, **p.split}
+            p, dims=f"{LAYER} {p.dims}", shape=(layers, *p.shape), split={**split, **p.split}
         ),
     )
 
@@ -191,14 +195,19 @@ def _ways(axes: Iterable[str], degrees: Degrees) -> int:
     return math.prod(degrees.sizes[axis] for axis in axes)
 
 
-def kv_dims(declared: Any) -> dict[str, int]:
-    """Dims that split over `kv` alone (and so repeat over `rep`), with their global sizes."""
-    return {d: p.size(d) for p in named(declared).values() for d, axes in p.split.items() if _axes(axes) == (KV,)}
+def kv_dims(declared: Any) -> dict[tuple[str, int], list[str]]:
+    """Dims that split over `kv` alone (and so repeat over `rep`): (name, global size) -> paths of their parameters."""
+    found: dict[tuple[str, int], list[str]] = {}
+    for path, p in named(declared).items():
+        for dim, axes in p.split.items():
+            if _axes(axes) == (KV,):
+                found.setdefault((dim, p.size(dim)), []).append(path)
+    return found
 
 
 def with_kv(declared: Any, degrees: Degrees) -> Degrees:
     """`degrees` with `kv_heads` taken from the declaration, as `make_mesh` needs it for this model."""
-    sizes = kv_dims(declared).values()
+    sizes = [size for _, size in kv_dims(declared)]
     return dataclasses.replace(degrees, kv_heads=math.gcd(*sizes) if sizes else None)
 
 
@@ -220,16 +229,15 @@ def misfits(declared: Any, degrees: Degrees) -> list[str]:
 
 def _kv_misfits(declared: Any, degrees: Degrees) -> list[str]:
     lines = []
-    for dim, size in kv_dims(declared).items():
-        problem = kv_problem(degrees, size)
-        kv = degrees.kv
-        if problem:
-            lines.append(problem.replace("kv_heads=", f"{dim}=", 1))
-        elif size % kv or (size > kv and degrees.tensor > kv):
-            lines.append(
-                f"{dim}={size} is laid over kv={kv} x rep={degrees.tensor // kv}, which leaves a device without whole,"
-                f" matching KV heads: make the mesh with kv_heads={size}"
+    kv, rep = degrees.sizes[KV], degrees.sizes[REP]
+    for (dim, size), paths in kv_dims(declared).items():
+        problem = kv_problem(dim, size, degrees.tensor)
+        if not problem and (size % kv or (size > kv and rep > 1)):
+            problem = (
+                f"{dim}={size} over kv={kv} x rep={rep} leaves a device without whole, matching KV heads:"
+                f" make the mesh with kv_heads={size}"
             )
+        lines += [f"{_some(paths)}: {problem}"] if problem else []
     return lines
 
 
@@ -242,7 +250,7 @@ def _product(axes: Iterable[str], degrees: Degrees) -> str:
 
 
 def fitting(declared: Any, degrees: Degrees) -> tuple[list[int], list[Degrees]]:
-    """What would fit instead: all tensor degrees up to twice the one given (at least 16), and meshes of the same device count.
+    """What would fit instead: tensor degrees up to twice the one given (at least 16), and meshes of as many devices.
 
     The meshes keep `pipe` (or 1 if it does not fit) and come with the nearest tensor degree first.
     """

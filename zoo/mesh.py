@@ -29,8 +29,8 @@ TP = (KV, REP)
 class Degrees:
     """How many ways each kind of parallelism splits, before any device is involved.
 
-    `kv_heads` is the model's number of KV heads where it has fewer than query heads: it decides how `tensor` falls apart
-    into the axes `kv` and `rep`.
+    `kv_heads` is the model's number of KV heads where it has fewer than query heads: it decides how `tensor`
+    falls apart into the axes `kv` and `rep`.
     """
 
     data: int = 1
@@ -104,7 +104,7 @@ def make_mesh(
             `kv_heads` nor is a multiple of it.
     """
     degrees = Degrees(data=data, pipe=pipe, context=context, tensor=tensor, kv_heads=kv_heads)
-    problem = kv_problem(degrees, kv_heads)
+    problem = kv_problem("kv_heads", kv_heads, tensor) if kv_heads is not None else None
     if problem:
         raise InputError(f"make_mesh: {problem}")
     need = degrees.devices
@@ -122,16 +122,15 @@ def make_mesh(
     return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
 
 
-def kv_problem(degrees: Degrees, kv_heads: int | None) -> str | None:
-    """Why KV heads cannot be laid over the tensor degree, or None.
+def kv_problem(dim: str, size: int, tensor: int) -> str | None:
+    """Why `size` KV heads cannot be laid over a tensor degree, or None.
 
     A device holds whole KV heads: the degree divides them (a split) or is a multiple of them (each repeats over `rep`).
     """
-    tensor = degrees.tensor
-    if kv_heads is None or kv_heads % tensor == 0 or tensor % kv_heads == 0:
+    if size % tensor == 0 or tensor % size == 0:
         return None
-    fits = [t for t in range(1, max(2 * kv_heads, tensor) + 1) if kv_heads % t == 0 or t % kv_heads == 0]
+    fits = [t for t in range(1, max(2 * size, tensor) + 1) if size % t == 0 or t % size == 0]
     return (
-        f"kv_heads={kv_heads} is neither divided by tensor={tensor} nor divides it:"
+        f"{dim}={size} does not divide by tensor={tensor}, nor is tensor={tensor} a multiple of it:"
         f" use tensor={', '.join(map(str, fits))}"
     )

@@ -7,6 +7,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardzoo.zoo import layout
 
+BATCH = PartitionSpec("data")
 TOLERANCE = 1e-5  # of the largest element of the reference, for one layer
 
 
@@ -38,12 +39,18 @@ def run(declared, mesh, call, values, inputs, in_specs, out_specs, cotangent):
     placed = [put(mesh, x, s) for x, s in zip(inputs, in_specs, strict=True)]
     f = on_mesh(declared, mesh, call, in_specs, out_specs)
 
-    def loss(live, *inputs):
-        return jnp.sum(f(live, *inputs) * cotangent)
+    floats = [i for i, x in enumerate(inputs) if np.issubdtype(np.asarray(x).dtype, np.floating)]
 
-    out = f(live, *placed)
-    argnums = (0, *(i + 1 for i, x in enumerate(inputs) if np.issubdtype(np.asarray(x).dtype, np.floating)))
-    return jax.tree.map(np.asarray, (out, jax.jit(jax.grad(loss, argnums))(live, *placed)))
+    @jax.jit
+    def both(live, placed):
+        def call(live, *chosen):
+            given = dict(zip(floats, chosen, strict=True))
+            return f(live, *[given.get(i, x) for i, x in enumerate(placed)])
+
+        out, pull = jax.vjp(call, live, *[placed[i] for i in floats])
+        return out, pull(jnp.asarray(cotangent, out.dtype))
+
+    return jax.tree.map(np.asarray, both(live, placed))
 
 
 def expected(reference, values, inputs, cotangent):
@@ -60,21 +67,23 @@ def expected(reference, values, inputs, cotangent):
         return jax.tree.map(np.asarray, (out, grads))
 
 
-def assert_close(got, want, tolerance=TOLERANCE):
+def assert_close(got, want, tolerance=TOLERANCE, label=""):
     """Every leaf within `tolerance` of the largest element of its reference."""
     names = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(want)]
     for name, a, b in zip(names, jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert a.shape == b.shape, f"{name}: shape {a.shape}, reference {b.shape}"
+        assert a.shape == b.shape, f"{label}{name}: shape {a.shape}, reference {b.shape}"
         error = np.abs(a.astype(np.float64) - b).max() / max(np.abs(b).max(), 1e-30)
-        assert error <= tolerance, f"{name}: error {error:.2e} of the reference's maximum"
+        assert error <= tolerance, f"{label}{name}: error {error:.2e} of the reference's maximum"
 
 
-def check(declared, mesh, call, reference, inputs, in_specs, out_specs=PartitionSpec("data"), seed=0):
-    """Forward and gradient parity of one layer on one mesh."""
-    values = harsh(declared, seed)
+def check(declared, meshes, call, reference, inputs, in_specs, out_specs=BATCH, seed=0):
+    """Forward and gradient parity of one layer on each mesh; `declared` may be a function of the mesh."""
+    declare = declared if callable(declared) and not hasattr(declared, "__dataclass_fields__") else lambda _: declared
+    values = harsh(declare(meshes[0]), seed)
     with jax.enable_x64(True):
         shape = jax.eval_shape(lambda *a: reference(*a), values, *[jnp.asarray(x) for x in inputs]).shape
     cotangent = np.random.default_rng(seed + 1).normal(size=shape).astype(np.float32)
     want = expected(reference, values, inputs, cotangent)
-    got = run(declared, mesh, call, values, inputs, in_specs, out_specs, cotangent)
-    assert_close(got, want)
+    for mesh in meshes:
+        got = run(declare(mesh), mesh, call, values, inputs, in_specs, out_specs, cotangent)
+        assert_close(got, want, label=str(dict(mesh.shape)))
