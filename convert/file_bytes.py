@@ -17,6 +17,7 @@ from typing import Literal
 
 import ml_dtypes
 import numpy as np
+
 from shardzoo.errors import InputError
 
 Strategy = Literal["auto", "mmap", "pread"]
@@ -156,13 +157,9 @@ class FileBytes:
         # A map of a file that was cut short kills the process when touched: look before each read.
         size = os.fstat(self._fd).st_size
         if size != self.size:
-            raise InputError(
-                f"{self.path}: size={size} was {self.size} when opened: the file changed while being read"
-            )
+            raise InputError(f"{self.path}: size={size} was {self.size} when opened: the file changed while being read")
         if offset < 0 or count < 0 or offset + count > self.size:
-            raise InputError(
-                f"{self.path}: bytes {offset} to {offset + count} reach past its {self.size} bytes"
-            )
+            raise InputError(f"{self.path}: bytes {offset} to {offset + count} reach past its {self.size} bytes")
 
     def read(self, offset: int, count: int) -> bytes:
         """`count` bytes from `offset`."""
@@ -190,13 +187,9 @@ class FileBytes:
             try:
                 got = os.preadv(self._fd, [target[done:]], offset + done)
             except OSError as error:
-                raise InputError(
-                    f"{self.path}: reading at byte {offset + done} failed ({error.strerror})"
-                ) from None
+                raise InputError(f"{self.path}: reading at byte {offset + done} failed ({error.strerror})") from None
             if got == 0:
-                raise InputError(
-                    f"{self.path}: ends at byte {offset + done}, {len(target) - done} bytes early"
-                )
+                raise InputError(f"{self.path}: ends at byte {offset + done}, {len(target) - done} bytes early")
             done += got
 
     def release(self, offset: int, count: int) -> None:
@@ -325,7 +318,5 @@ def batched_names(names: list[str], limit: int = 5) -> str:
     return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
 
 
-if (
-    sys.byteorder != "little"
-):  # every format read here is little-endian, and so is all hardware that JAX runs on
+if sys.byteorder != "little":  # every format read here is little-endian, and so is all hardware that JAX runs on
     raise ImportError("shardzoo.convert needs a little-endian machine")

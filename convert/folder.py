@@ -33,9 +33,7 @@ _WEIGHTS = re.compile(
     rf"(?P<stem>.+?)(?:\.(?P<variant>{'|'.join(VARIANTS)}))?(?:-(?P<part>\d+)-of-(?P<parts>\d+))?"
     r"(?P<suffix>\.safetensors|\.bin|\.pt|\.pth|\.ckpt)"
 )
-_INDEX = re.compile(
-    r".+?(?P<suffix>\.safetensors|\.bin|\.pt|\.pth|\.ckpt)?\.index(?:\.(?P<variant>[\w-]+))?\.json"
-)
+_INDEX = re.compile(r".+?(?P<suffix>\.safetensors|\.bin|\.pt|\.pth|\.ckpt)?\.index(?:\.(?P<variant>[\w-]+))?\.json")
 MAX_JSON_BYTES = 200 << 20
 
 
@@ -106,9 +104,7 @@ def read_index(path: Path) -> Index:
 
 
 def _map_problems(weight_map: Mapping[str, object]) -> list[str]:
-    wrong = [
-        f"{key!r}: {name!r} is no file name" for key, name in weight_map.items() if not isinstance(name, str)
-    ]
+    wrong = [f"{key!r}: {name!r} is no file name" for key, name in weight_map.items() if not isinstance(name, str)]
     names = {name for name in weight_map.values() if isinstance(name, str)}
     for name in sorted(names):
         parts = PurePosixPath(name).parts
@@ -210,9 +206,7 @@ def _of_variant(folder: Path, found: list[WeightFiles], variant: str | None) -> 
             raise InputError(f"{folder}: holds no variant {variant!r} (found: {', '.join(map(repr, names))})")
         return kept
     if len(names) > 1 and "" not in names:
-        raise InputError(
-            f"{folder}: holds the variants {', '.join(names)} and none without: choose one by variant="
-        )
+        raise InputError(f"{folder}: holds the variants {', '.join(names)} and none without: choose one by variant=")
     return [weights for weights in found if weights.variant == names[0]]
 
 
@@ -237,7 +231,7 @@ def _strays_of_index(chosen: WeightFiles, unread: Iterable[str]) -> list[str]:
         return []
     runs = {_run_of(name) for name in chosen.files} - {None}
     return [
-        f"{name} is numbered as one of its parts, but no tensor of it is listed: fetch {chosen.name} again, or remove it"
+        f"{name} is numbered as one of its parts, but not listed: fetch {chosen.name} again, or remove it"
         for name in unread
         if _run_of(name) in runs
     ]
@@ -246,16 +240,12 @@ def _strays_of_index(chosen: WeightFiles, unread: Iterable[str]) -> list[str]:
 def _run_of(name: str) -> tuple[str, ...] | None:
     match = _WEIGHTS.fullmatch(name)
     return (
-        (match["stem"], match["variant"] or "", match["parts"], match["suffix"])
-        if match and match["parts"]
-        else None
+        (match["stem"], match["variant"] or "", match["parts"], match["suffix"]) if match and match["parts"] else None
     )
 
 
 def _hint_of_subfolders(folder: Path) -> str:
-    inside = [
-        entry for entry in sorted(folder.iterdir()) if entry.is_dir() and not entry.name.startswith(".")
-    ]
+    inside = [entry for entry in sorted(folder.iterdir()) if entry.is_dir() and not entry.name.startswith(".")]
     with_weights = [str(entry) for entry in inside if _weight_names(entry)]
     if with_weights:
         return f": give one of its folders that do, {batched_names(with_weights, 20)}"

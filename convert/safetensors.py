@@ -12,6 +12,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+
 from shardzoo.convert.file_bytes import (
     MAX_DIMS,
     FileBytes,
@@ -64,6 +65,8 @@ class SafetensorsFile:
     metadata: Mapping[str, str]
     header: bytes
     kind: str = "safetensors"
+    wrapper: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 class _Duplicate(ValueError):
@@ -125,9 +128,7 @@ def _read_header(data: FileBytes) -> SafetensorsFile:
     where = f"{data.path}: header"
     values = sum(header.count(mark) for mark in (b",", b"[", b"{"))
     if values > MAX_HEADER_VALUES:
-        raise InputError(
-            f"{where}: holds about {values} values, more than the {MAX_HEADER_VALUES} that are read"
-        )
+        raise InputError(f"{where}: holds about {values} values, more than the {MAX_HEADER_VALUES} that are read")
     entries = parse_json_object(header, where)
     problems: list[str] = []
     metadata = _checked_metadata(entries.pop("__metadata__", {}), problems)

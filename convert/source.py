@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
+
 from shardzoo.convert.file_bytes import (
     FileBytes,
     Stored,
@@ -21,7 +22,7 @@ from shardzoo.convert.file_bytes import (
     release_stored,
 )
 from shardzoo.convert.folder import Index, WeightFiles, find_weights, read_text
-from shardzoo.convert.safetensors import SafetensorsFile, open_safetensors
+from shardzoo.convert.weight_file import WeightFile, open_weight_file
 from shardzoo.errors import InputError, fail_if
 
 # Small files that belong to a model and travel with its weights.
@@ -93,17 +94,15 @@ class Source:
         notes: remarks for the user (files not read, a wrapper chosen).
     """
 
-    def __init__(self, weights: WeightFiles, opened: list[SafetensorsFile]):
+    def __init__(self, weights: WeightFiles, opened: list[WeightFile]):
         self.root = weights.root
-        self.notes = list(weights.notes)
+        self.notes = weights.notes + [note for file in opened for note in file.notes]
         self.variant = weights.variant
         self.index_name = weights.index.path.name if weights.index else None
         self.index_text = weights.index.text if weights.index else None
         self._data: list[FileBytes] = [file.data for file in opened]
         self._stored: dict[str, tuple[int, Stored]] = {
-            key: (number, stored)
-            for number, file in enumerate(opened)
-            for key, stored in file.tensors.items()
+            key: (number, stored) for number, file in enumerate(opened) for key, stored in file.tensors.items()
         }
         self.files = [_described(name, file) for name, file in zip(weights.files, opened, strict=True)]
         self.tensors: Mapping[str, TensorInfo] = types.MappingProxyType(
@@ -174,12 +173,10 @@ def row_blocks(info: TensorInfo, block_bytes: int) -> list[slice | None]:
 
 def _info(key: str, number: int, stored: Stored) -> TensorInfo:
     memory = (number, stored.storage, stored.offset, stored.strides, stored.shape, str(stored.dtype))
-    return TensorInfo(
-        key=key, shape=stored.shape, dtype=stored.dtype, file=number, nbytes=stored.nbytes, memory=memory
-    )
+    return TensorInfo(key=key, shape=stored.shape, dtype=stored.dtype, file=number, nbytes=stored.nbytes, memory=memory)
 
 
-def _described(name: str, file: SafetensorsFile) -> SourceFile:
+def _described(name: str, file: WeightFile) -> SourceFile:
     return SourceFile(
         path=name,
         kind=file.kind,
@@ -187,6 +184,7 @@ def _described(name: str, file: SafetensorsFile) -> SourceFile:
         mtime_ns=file.data.mtime_ns,
         header=file.header,
         metadata=file.metadata,
+        wrapper=file.wrapper,
     )
 
 
@@ -213,24 +211,29 @@ def open_source(
     path: str | Path,
     *,
     variant: str | None = None,
+    select: str | None = None,
     strategy: Strategy = "auto",
+    verify_crc: bool = False,
 ) -> Source:
     """Opens a folder, a weight file or an index of weights; reads and checks every header, no tensor.
 
     Args:
         path: where the checkpoint is.
         variant: which of several twins to read ("fp16", ...); by default the one without a variant.
+        select: which dict of a PyTorch file to read, where it holds several ("ema", "state/model"; "/" is all of it).
         strategy: "mmap", "pread", or "auto" (`pread` on network file systems).
+        verify_crc: read every storage of PyTorch files through and hold it against the archive's CRC-32.
 
     Raises:
         InputError: everything that is wrong with the files, at once, each with its name.
     """
     weights = find_weights(Path(path), variant)
-    opened: list[SafetensorsFile] = []
+    options = {"strategy": strategy, "select": select, "verify_crc": verify_crc}
+    opened: list[WeightFile] = []
     problems: list[str] = []
     try:
         for name in weights.files:
-            _open_one(weights, name, strategy, opened, problems)
+            _open_one(weights, name, options, opened, problems)
         by_name = dict(zip(weights.files, opened, strict=True)) if not problems else _by_path(weights, opened)
         if weights.index:
             problems += _against_index(weights.index, by_name)
@@ -252,12 +255,12 @@ def _raise_all(weights: WeightFiles, problems: list[str]) -> None:
     fail_if(problems, f"{weights.root}: the weights of {weights.name} are not sound")
 
 
-def _by_path(weights: WeightFiles, opened: list[SafetensorsFile]) -> dict[str, SafetensorsFile]:
+def _by_path(weights: WeightFiles, opened: list[WeightFile]) -> dict[str, WeightFile]:
     return {str(file.data.path.relative_to(weights.root)): file for file in opened}
 
 
 def _open_one(
-    weights: WeightFiles, name: str, strategy: Strategy, opened: list[SafetensorsFile], problems: list[str]
+    weights: WeightFiles, name: str, options: dict[str, Any], opened: list[WeightFile], problems: list[str]
 ) -> None:
     path = weights.root / name
     if not path.is_file():
@@ -266,7 +269,7 @@ def _open_one(
         problems.append(f"{name}: {gone}{expected}: fetch it")
         return
     try:
-        opened.append(open_safetensors(path, strategy))
+        opened.append(open_weight_file(path, **options))
     except InputError as error:
         problems.append(str(error))
 
@@ -278,7 +281,7 @@ def _expected_of(index: Index | None, name: str) -> str:
     return f", {len(keys)} tensors are to be in it ({batched_names(keys, 3)})"
 
 
-def _against_index(index: Index, files: Mapping[str, SafetensorsFile]) -> list[str]:
+def _against_index(index: Index, files: Mapping[str, WeightFile]) -> list[str]:
     """The index is the truth: each file holds the tensors that it is said to hold, and no others."""
     problems = []
     for name, file in files.items():
@@ -296,13 +299,12 @@ def _against_index(index: Index, files: Mapping[str, SafetensorsFile]) -> list[s
             )
         twice = [key for key in file.tensors if index.weight_map.get(key, name) != name]
         problems.extend(
-            f"{name}: holds {key!r}, which {index.path.name} places in {index.weight_map[key]}"
-            for key in twice
+            f"{name}: holds {key!r}, which {index.path.name} places in {index.weight_map[key]}" for key in twice
         )
     return problems
 
 
-def _shared_keys(files: Mapping[str, SafetensorsFile]) -> list[str]:
+def _shared_keys(files: Mapping[str, WeightFile]) -> list[str]:
     """Parts without an index must not hold the same tensor twice."""
     first: dict[str, str] = {}
     problems = []
