@@ -1,0 +1,276 @@
+"""The commands. Each reads its options, calls the subpackage that does the work, and prints what came of it.
+
+Exit status: 0 done; 1 a problem with the input, named with what to change; 2 wrong usage; 130 interrupted.
+
+JAX is imported by the commands that need it, so that help and wrong usage answer at once.
+"""
+
+import errno
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import typer.core
+
+from shardzoo.cli import options
+from shardzoo.cli.terminal import complain
+from shardzoo.errors import InputError
+
+EPILOG = "Exit status: 0 done, 1 a problem with the input, 2 wrong usage."
+
+
+class Commands(typer.core.TyperGroup):
+    """The one place where errors turn into messages and an exit status."""
+
+    def invoke(self, ctx):
+        try:
+            return super().invoke(ctx)
+        except InputError as error:
+            raise _exit(str(error), 1) from error
+        except KeyboardInterrupt as error:
+            raise _exit(f"interrupted{_after_interrupt(ctx.invoked_subcommand)}", 130) from error
+        except MemoryError as error:
+            raise _exit("out of memory: lower --memory-budget, or use a machine with more memory", 1) from error
+        except OSError as error:
+            if error.errno == errno.EPIPE:  # the reader of our output has left: nobody to tell
+                raise
+            raise _exit(_os_message(error), 1) from error
+
+
+def _exit(message: str, status: int) -> typer.Exit:
+    complain(message)
+    return typer.Exit(status)
+
+
+def _after_interrupt(command: str | None) -> str:
+    if command != "convert":
+        return ""
+    return ": the same command carries on from here; with --no-resume it starts clean"
+
+
+def _os_message(error: OSError) -> str:
+    name = error.filename2 or error.filename
+    return f"{name}: {error.strerror or error}" if name is not None else str(error)
+
+
+app = typer.Typer(
+    name="shardzoo",
+    cls=Commands,
+    help="Convert PyTorch checkpoints, check how models split over meshes, restore and run them.",
+    epilog=EPILOG,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+Checkpoint = Annotated[Path, typer.Argument(metavar="CKPT", help="Checkpoint folder that convert or save wrote.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
+Budget = Annotated[
+    int | None,
+    typer.Option(
+        parser=options.parse_bytes,
+        metavar="SIZE",
+        help="Most memory for tensors in flight, e.g. 200MiB.",
+        show_default=False,
+    ),
+]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace DST, once the new one is whole.")]
+MESH_HELP = "How to split: data, pipe, context, tensor, e.g. context=2,tensor=4."
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"shardzoo {version('shardzoo')}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Convert PyTorch checkpoints, check how models split over meshes, restore and run them."""
+
+
+@app.command(epilog=EPILOG)
+def convert(
+    source: Annotated[
+        str,
+        typer.Argument(metavar="SRC", help="Folder, index or weight file, or hf://owner/name[@revision]."),
+    ],
+    destination: Annotated[Path, typer.Argument(metavar="DST", help="Checkpoint folder to write.")],
+    family: Annotated[str | None, typer.Option(help="Family, when it cannot be told from config and keys.")] = None,
+    component: Annotated[
+        str | None,
+        typer.Option(help="Which model of several, e.g. transformer or language_model.", show_default=False),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="A config.json that does not lie beside the weights.", show_default=False),
+    ] = None,
+    prefix: Annotated[
+        str | None,
+        typer.Option(help="A prefix of all keys to take off, if it is not a usual one.", show_default=False),
+    ] = None,
+    dtype: Annotated[
+        Any,
+        typer.Option(parser=options.parse_dtype, metavar="DTYPE", help="Store floats as float32, bfloat16 or float16."),
+    ] = None,
+    memory_budget: Budget = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything and say what would be written.")] = False,
+    no_resume: Annotated[
+        bool, typer.Option("--no-resume", help="Drop what an interrupted run left; start clean.")
+    ] = False,
+    overwrite: Overwrite = False,
+    json: Json = False,
+) -> None:
+    """Convert a PyTorch checkpoint into an Orbax checkpoint that restores onto any mesh.
+
+    The weights keep their bits unless --dtype is given. Memory stays within the budget whatever the model's size. An
+    interrupted run leaves nothing that looks like a checkpoint, and the same command carries on from where it stopped.
+    """
+    from shardzoo.cli import commands
+
+    commands.convert(
+        source,
+        destination,
+        family=family,
+        component=component,
+        config=config,
+        prefix=prefix,
+        dtype=dtype,
+        memory_budget=memory_budget,
+        dry_run=dry_run,
+        resume=not no_resume,
+        overwrite=overwrite,
+        json=json,
+    )
+
+
+@app.command(epilog=EPILOG)
+def inspect(checkpoint: Checkpoint, json: Json = False) -> None:
+    """Show what a checkpoint holds: family, config, sources, and every parameter with its shape, dtype and split."""
+    from shardzoo.cli import commands
+
+    commands.inspect(checkpoint, json=json)
+
+
+@app.command(epilog=EPILOG)
+def audit(
+    target: Annotated[
+        str,
+        typer.Argument(metavar="TARGET", help="FAMILY/PRESET, a checkpoint folder, or a PyTorch folder or file."),
+    ],
+    mesh: Annotated[
+        list[Any],
+        typer.Option(parser=options.parse_mesh, metavar="MESH", help=MESH_HELP + " May be given several times."),
+    ],
+    json: Json = False,
+) -> None:
+    """Check whether meshes fit a model, before any device or weight is touched.
+
+    For a mesh that fits, says what each device holds; for one that does not, everything that stops it and the nearest
+    meshes that fit. Exit status 1 if any mesh does not fit.
+    """
+    from shardzoo.cli import commands
+
+    if not commands.audit(target, mesh, json=json):
+        raise typer.Exit(1)
+
+
+@app.command(epilog=EPILOG)
+def verify(
+    checkpoint: Checkpoint,
+    source: Annotated[
+        str | None,
+        typer.Argument(metavar="[SRC]", help="The source it was converted from.", show_default=False),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Check every byte of a checkpoint against its digests and, with SRC, every tensor against its source."""
+    from shardzoo.cli import commands
+
+    commands.verify(checkpoint, source, json=json)
+
+
+@app.command(epilog=EPILOG)
+def export(
+    checkpoint: Checkpoint,
+    destination: Annotated[Path, typer.Argument(metavar="DST", help="Folder to write.")],
+    layout: Annotated[
+        str | None,
+        typer.Option(help="Layout to write: that of the source, if not given.", show_default=False),
+    ] = None,
+    memory_budget: Budget = None,
+    overwrite: Overwrite = False,
+    json: Json = False,
+) -> None:
+    """Write a checkpoint back as PyTorch files: bit for bit what came in, if it was not cast."""
+    from shardzoo.cli import commands
+
+    commands.export(checkpoint, destination, layout=layout, memory_budget=memory_budget, overwrite=overwrite, json=json)
+
+
+@app.command(epilog=EPILOG)
+def generate(
+    checkpoint: Checkpoint,
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option(help="Prompt; several make one batch. Read from standard input if not given.", show_default=False),
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="System message of the chat.", show_default=False)] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the bare text: no chat template.")] = False,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest reply, in tokens.")] = 128,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")] = 0.0,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Sample among the k likeliest.", show_default=False)] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0, max=1.0, help="Sample among the likeliest of this total probability.", show_default=False
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    dtype: Annotated[
+        Any,
+        typer.Option(
+            parser=options.parse_dtype, metavar="DTYPE", help="Dtype to run in: the stored one, if not given."
+        ),
+    ] = None,
+    mesh: Annotated[Any, typer.Option(parser=options.parse_mesh, metavar="MESH", help=MESH_HELP)] = "one",
+    json: Json = False,
+) -> None:
+    """Restore a language model onto a mesh and let it reply to a prompt.
+
+    On a machine without accelerators the command makes as many CPU devices as the mesh needs.
+    """
+    from shardzoo.cli import commands
+
+    sampling = commands.Sampling(
+        max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
+    )
+    commands.generate(
+        checkpoint,
+        commands.prompts(prompt),
+        system=system,
+        raw=raw,
+        sampling=sampling,
+        dtype=dtype,
+        degrees=mesh,
+        json=json,
+    )
+
+
+@app.command(epilog=EPILOG)
+def presets(
+    family: Annotated[
+        str | None, typer.Argument(metavar="[FAMILY]", help="Only this family.", show_default=False)
+    ] = None,
+    json: Json = False,
+) -> None:
+    """List the published sizes that the zoo knows, by the name that audit takes."""
+    from shardzoo.cli import commands
+
+    commands.presets(family, json=json)

@@ -1,0 +1,237 @@
+"""What each command does and prints; `app` reads the options."""
+
+import dataclasses
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shardzoo.cli import audit as judging
+from shardzoo.cli import targets
+from shardzoo.cli.terminal import count_text, note, progress_bar, say, say_json, say_table, size_text
+from shardzoo.errors import InputError
+from shardzoo.zoo import layout
+from shardzoo.zoo.families import FAMILIES, find_family
+from shardzoo.zoo.mesh import Degrees
+
+
+def convert(source: str, destination: Path, *, dry_run: bool, json: bool, **options: Any) -> None:
+    """Converts and prints the report."""
+    from shardzoo.convert import convert as conversion
+
+    path = targets.local_source(source)
+    with progress_bar("checking" if dry_run else "converting") as progress:
+        report = conversion.convert(path, destination, dry_run=dry_run, progress=progress, **options)
+    _say_report(report, json)
+
+
+def verify(checkpoint: Path, source: str | None, *, json: bool) -> None:
+    """Verifies and prints the report."""
+    from shardzoo.convert import verify as verification
+
+    path = None if source is None else targets.local_source(source)
+    with progress_bar("verifying") as progress:
+        report = verification.verify(checkpoint, path, progress=progress)
+    _say_report(report, json)
+
+
+def export(checkpoint: Path, destination: Path, *, json: bool, **options: Any) -> None:
+    """Exports and prints the report."""
+    from shardzoo.convert import export as exporting
+
+    with progress_bar("exporting") as progress:
+        report = exporting.export(checkpoint, destination, progress=progress, **options)
+    _say_report(report, json)
+
+
+def _say_report(report: Any, json: bool) -> None:
+    if json:
+        say_json(report.to_json())
+    else:
+        for line in report.lines():
+            say(line)
+
+
+def audit(target: str, meshes: Sequence[Degrees], *, json: bool) -> bool:
+    """Prints the verdict on each mesh; whether all of them fit."""
+    found = targets.find_target(target)
+    verdicts = [judging.judge(found.declared, degrees) for degrees in meshes]
+    count, size = judging.total(found.declared)
+    if json:
+        say_json(
+            {
+                "target": found.name,
+                "kind": found.kind,
+                "family": found.family,
+                "parameters": count,
+                "parameter_bytes": size,
+                "meshes": [verdict.to_json() for verdict in verdicts],
+            }
+        )
+    else:
+        say(f"{found.name} ({found.family}, {found.kind}): {count_text(count)} parameters, {size_text(size)}")
+        for verdict in verdicts:
+            say("\n".join(verdict.lines()))
+    return all(verdict.fits for verdict in verdicts)
+
+
+def inspect(checkpoint: Path, *, json: bool) -> None:
+    """Prints the manifest."""
+    from shardzoo import checkpoints
+
+    manifest = checkpoints.open(checkpoint).manifest
+    if json:
+        say_json(manifest.to_json())
+        return
+    header = manifest.header
+    say(f"{checkpoint}: {header.family} ({header.component}), {size_text(manifest.total_bytes)}")
+    say("config: " + ", ".join(f"{name}={_plain(value)}" for name, value in header.config.items()))
+    for source in header.sources:
+        say(f"from: {source.name} ({source.kind}, {size_text(source.size)}, sha256 {source.sha256 or 'unknown'})")
+    say_table(
+        ("parameter", "dims", "shape", "dtype", "split", ">bytes"),
+        [_leaf_row(path, leaf.spec) for path, leaf in manifest.all_leaves().items()],
+    )
+    for key, other in header.aliases.items():
+        say(f"tied: {key} = {other}")
+    for skipped in header.skipped:
+        say(f"left out: {skipped.key} ({skipped.reason})")
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, dict):
+        return "(" + ", ".join(f"{name}={_plain(inner)}" for name, inner in value.items()) + ")"
+    return str(value)
+
+
+def _leaf_row(path: str, spec: Any) -> tuple[str, ...]:
+    """A line of the table for a leaf: `spec` has dims, shape, dtype and split."""
+    split = ", ".join(f"{dim} over {' x '.join(axes)}" for dim, axes in spec.split.items()) or "whole"
+    size = int(np.prod(spec.shape, dtype=np.int64)) * spec.dtype.itemsize
+    return (
+        path,
+        " ".join(spec.dims),
+        " x ".join(map(str, spec.shape)),
+        spec.dtype.name,
+        split,
+        size_text(size),
+    )
+
+
+def presets(family: str | None, *, json: bool) -> None:
+    """Prints the presets with their numbers of parameters."""
+    families = [find_family(family)] if family is not None else [FAMILIES[name] for name in sorted(FAMILIES)]
+    rows = [
+        (f"{one.name}/{name}", judging.total(one.declare(config))[0])
+        for one in families
+        for name, config in one.presets.items()
+    ]
+    if json:
+        say_json([{"name": name, "parameters": count} for name, count in rows])
+    else:
+        say_table(("preset", ">parameters"), [(name, count_text(count)) for name, count in rows])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How replies are drawn; `temperature` 0 takes the likeliest token each time."""
+
+    max_new_tokens: int
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    seed: int
+
+
+def prompts(given: Sequence[str] | None) -> list[str]:
+    """The prompts of the options, or the one on standard input.
+
+    Raises:
+        InputError: none was given and standard input is a terminal, or there is nothing in it.
+    """
+    if given:
+        return list(given)
+    text = "" if sys.stdin.isatty() else sys.stdin.read().strip()
+    if not text:
+        raise InputError("generate: no prompt: give --prompt TEXT, or write it to standard input")
+    return [text]
+
+
+def generate(
+    checkpoint: Path,
+    texts: list[str],
+    *,
+    system: str | None,
+    raw: bool,
+    sampling: Sampling,
+    dtype: np.dtype | None,
+    degrees: Degrees,
+    json: bool,
+) -> None:
+    """Restores the model onto the mesh and prints its replies."""
+    from shardzoo import checkpoints
+    from shardzoo.cli import chat
+
+    found = checkpoints.open(checkpoint)
+    declared = targets.stored_declaration(found.manifest)
+    if found.manifest.header.family != "decoder":
+        raise InputError(f"{checkpoint}: generate runs language models, and this is {found.manifest.header.family!r}")
+    layout.audit(declared, degrees)
+    text = chat.read_text_assets(found.assets, str(checkpoint))
+    ids = [text.encode(one) if raw else text.encode_chat(one, system) for one in texts]
+    begin = time.monotonic()
+    model, mesh = _restore(found, declared, degrees, dtype)
+    restored = time.monotonic()
+    replies = _reply(declared, mesh, model, ids, text.end_ids, sampling)
+    seconds = {"restore": restored - begin, "generate": time.monotonic() - restored}
+    decoded = [text.decode(reply) for reply in replies]
+    if json:
+        say_json(
+            {
+                "mesh": str(degrees),
+                "seconds": seconds,
+                "replies": [
+                    {"prompt_tokens": len(one), "new_tokens": len(reply), "text": words}
+                    for one, reply, words in zip(ids, replies, decoded, strict=True)
+                ],
+            }
+        )
+        return
+    say("\n\n".join(decoded))
+    if sys.stderr.isatty():
+        count = sum(map(len, replies))
+        note(f"({count} tokens on {degrees}; restore {seconds['restore']:.1f} s, generate {seconds['generate']:.1f} s)")
+
+
+def _restore(found: Any, declared: Any, degrees: Degrees, dtype: np.dtype | None) -> tuple[Any, Any]:
+    """The live model on its mesh, and the mesh."""
+    from shardzoo import checkpoints
+    from shardzoo.cli.devices import start_mesh
+
+    mesh = start_mesh(layout.with_kv(declared, degrees))
+    with progress_bar("restoring") as progress:
+        return checkpoints.restore(found, mesh, dtype=dtype, progress=progress), mesh
+
+
+def _reply(
+    declared: Any, mesh: Any, model: Any, ids: list[list[int]], end_ids: tuple[int, ...], sampling: Sampling
+) -> list[list[int]]:
+    """The new tokens of each prompt, without the end token."""
+    import jax
+
+    from shardzoo.zoo.generate import generate as decode
+
+    options = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
+    return decode(
+        declared,
+        mesh,
+        model,
+        ids,
+        max_new_tokens=sampling.max_new_tokens,
+        eos_ids=end_ids,
+        key=jax.random.key(sampling.seed),
+        **options,
+    )

@@ -1,0 +1,57 @@
+"""Values of options: meshes, dtypes and byte sizes, from what a user types.
+
+A value that cannot be read at all is wrong usage (exit status 2); one that reads well and does not fit the model is a
+problem with the input (exit status 1) and is found later.
+"""
+
+import re
+from typing import TYPE_CHECKING
+
+import numpy as np
+import typer
+
+from shardzoo.errors import InputError
+
+if TYPE_CHECKING:
+    from shardzoo.zoo.mesh import Degrees
+
+DEGREES = ("data", "pipe", "context", "tensor")
+DTYPES = {"float32": ("fp32", "f32"), "bfloat16": ("bf16",), "float16": ("fp16", "f16")}
+UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+
+
+def parse_mesh(text: str) -> "Degrees":
+    """`context=2,tensor=4` as degrees; `one` or an empty text is a single device."""
+    from shardzoo.zoo.mesh import Degrees
+
+    given: dict[str, int] = {}
+    for part in filter(None, text.replace(" ", "").split(",")) if text.strip() != "one" else ():
+        name, _, value = part.partition("=")
+        if name not in DEGREES or not value.isdecimal() or name in given:
+            raise typer.BadParameter(
+                f"{part!r} in {text!r} is not one of {', '.join(DEGREES)} with a whole number, each given once:"
+                " write for example context=2,tensor=4"
+            )
+        given[name] = int(value)
+    try:
+        return Degrees(**given)
+    except InputError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def parse_dtype(text: str) -> np.dtype:
+    """A floating-point dtype by its name or a usual short form of it."""
+    import ml_dtypes  # noqa: F401  (gives numpy the name bfloat16)
+
+    for name, short in DTYPES.items():
+        if text.lower() in (name, *short):
+            return np.dtype(name)
+    raise typer.BadParameter(f"{text!r} is not a dtype to convert to: use {', '.join(DTYPES)}")
+
+
+def parse_bytes(text: str) -> int:
+    """A number of bytes: `400MiB`, `2GB`, `1.5 GiB` or plain digits."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]i?|)b?", text.strip().lower())
+    if not match or float(match[1]) == 0:
+        raise typer.BadParameter(f"{text!r} is not a size: write for example 400MiB or 2GB")
+    return int(float(match[1]) * UNITS[match[2]])
