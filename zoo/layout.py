@@ -102,8 +102,11 @@ def abstract(declared: Tree, mesh: Mesh | AbstractMesh, dtype: Any = None) -> Tr
     )
 
 
-def named(declared: Any) -> dict[str, Param]:
-    """Path ("blocks.attn.q.weight") to `Param`, in tree order: what rules, manifest and messages are keyed by."""
+def named(declared: Any) -> dict[str, Any]:
+    """Path ("blocks.attn.q.weight") to leaf, in tree order: what rules, manifest and messages are keyed by.
+
+    Of a declared module the leaves are `Param`; other fillings have the same paths.
+    """
     leaves = jax.tree.leaves_with_path(declared)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 

@@ -1,0 +1,51 @@
+"""Families by name, and configs to JSON and back."""
+
+import dataclasses
+import json
+
+import pytest
+
+from shardzoo.errors import InputError
+from shardzoo.zoo import families
+from shardzoo.zoo.families import Family, config_from_json, config_to_json, find_family, find_preset, register
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Inner:
+    theta: float
+    kind: str = "none"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    layers: int
+    inner: Inner
+    pattern: tuple[bool, ...] | None = None
+    other: Inner | None = None
+
+
+CONFIG = Config(layers=3, inner=Inner(theta=1e6), pattern=(True, False), other=Inner(theta=2.0, kind="x"))
+
+
+def test_config_goes_to_json_and_back():
+    for config in (CONFIG, Config(layers=1, inner=Inner(theta=1.0))):
+        assert config_from_json(Config, json.loads(json.dumps(config_to_json(config)))) == config
+
+
+def test_fields_of_another_version_are_refused():
+    with pytest.raises(InputError, match=r"unknown fields \['width'\], missing fields \['layers'\]"):
+        config_from_json(Config, {"inner": {"theta": 1.0}, "width": 3})
+    with pytest.raises(InputError, match=r"Inner: unknown fields \['beta'\]"):
+        config_from_json(Config, {"layers": 1, "inner": {"theta": 1.0, "beta": 2}})
+
+
+def test_names(monkeypatch):
+    monkeypatch.setattr(families, "FAMILIES", {})
+    family = register(Family("tiny", Config, lambda config: None, {"one": CONFIG}))
+    assert register(family) is find_family("tiny") and find_preset("tiny/one") == (family, CONFIG)
+    with pytest.raises(ValueError, match="there is a family 'tiny' already"):
+        register(Family("tiny", Inner, lambda config: None))
+    with pytest.raises(InputError, match=r"family='tinny' is not in this zoo: did you mean 'tiny'\? There are tiny"):
+        find_preset("tinny/one")
+    with pytest.raises(InputError, match=r"preset='tiny/two' is not in this zoo: There are one"):
+        find_preset("tiny/two")
