@@ -1,0 +1,139 @@
+"""An opened checkpoint: its manifest, checked, and reading of blocks on the host."""
+
+import dataclasses as dc
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Shaped
+
+from shardzoo.checkpoints import store
+from shardzoo.checkpoints.grid import Block
+from shardzoo.checkpoints.manifest import ASSETS, FORMAT, Json, Leaf, Manifest, decode, sha256, version_problem
+from shardzoo.checkpoints.orbax_layout import CHECKPOINT_METADATA, MANIFEST_FILE, STAGING_SUFFIX
+from shardzoo.errors import InputError, fail_if
+from shardzoo.zoo.families import Family, config_from_json, find_family
+
+
+@dc.dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint on disk, of which only the manifest has been read."""
+
+    path: Path
+    manifest: Manifest
+
+    @property
+    def family(self) -> Family:
+        """The family of the model.
+
+        Raises:
+            InputError: this zoo has no such family.
+        """
+        return find_family(self.manifest.header.family)
+
+    @property
+    def config(self) -> Any:
+        """The model's config, of the family's config type.
+
+        Raises:
+            InputError: no such family, or a config of another version.
+        """
+        return config_from_json(self.family.config, self.manifest.header.config)
+
+    @property
+    def assets(self) -> dict[str, Path]:
+        """Small files carried along (config.json, tokenizer files): name -> path."""
+        prefix = ASSETS + "/"
+        return {n.removeprefix(prefix): self.path / n for n in self.manifest.files if n.startswith(prefix)}
+
+    def read(self, path: str, at: Block | None = None) -> Shaped[np.ndarray, "..."]:
+        """Values of a leaf (or of `carried/<source key>`) as stored: all of it, or the ranges `at`, one for each dim.
+
+        Raises:
+            InputError: no such leaf; a file that is missing or damaged.
+        """
+        leaf = self.leaf(path)
+        at = tuple(slice(0, n) for n in leaf.spec.shape) if at is None else at
+        return read_block(self.path, path, leaf, at, store.context())
+
+    def leaf(self, path: str) -> Leaf:
+        """The manifest's entry of a leaf.
+
+        Raises:
+            InputError: there is none of this path.
+        """
+        try:
+            return self.manifest.leaf(path)
+        except KeyError:
+            raise InputError(f"{self.path}: has no leaf {path!r}: `shardzoo inspect` lists them") from None
+
+
+def read_block(root: Path, path: str, leaf: Leaf, at: Block, ctx) -> Shaped[np.ndarray, "..."]:
+    """One block of a leaf below the checkpoint `root`.
+
+    Raises:
+        InputError: a file that is missing or damaged, naming leaf and file.
+    """
+    if leaf.spec.nbytes == 0:
+        return np.empty([s.stop - s.start for s in at], leaf.spec.dtype)
+    try:
+        array = store.open_array(root / leaf.folder, leaf.spec, leaf.grid, ctx)
+        return array[at].read(order="C").result()
+    except (ValueError, OSError) as error:
+        raise damage(path, error) from error
+
+
+def damage(path: str, error: Exception) -> InputError:
+    """A failed read as one line; TensorStore's message holds the file and what is wrong with it."""
+    return InputError(f"{path}: cannot be read ({str(error).splitlines()[0][:400]}): run `shardzoo verify`, then get"
+                      " the checkpoint again")  # fmt: skip
+
+
+def open(path: str | Path) -> Checkpoint:
+    """Opens a checkpoint; reads its manifest and nothing else.
+
+    Raises:
+        InputError: no checkpoint, an unfinished one, one that shardzoo did not write, one of a newer version, or a
+            manifest that is damaged.
+    """
+    root = Path(path)
+    _check_is_checkpoint(root)
+    custom = _custom_metadata(root / CHECKPOINT_METADATA)
+    try:
+        data = (root / MANIFEST_FILE).read_bytes()
+    except OSError as error:
+        raise InputError(f"{root / MANIFEST_FILE}: cannot be read ({error.strerror})") from error
+    if sha256(data) != custom.get("manifest_sha256"):
+        raise InputError(f"{root / MANIFEST_FILE}: is damaged (its sha256 is not the one in {CHECKPOINT_METADATA}):"
+                         " get the checkpoint again")  # fmt: skip
+    manifest = decode(data, str(root / MANIFEST_FILE))
+    if custom.get("family") != manifest.header.family:
+        raise InputError(f"{root / CHECKPOINT_METADATA}: is damaged (family is not the manifest's)")
+    return Checkpoint(root, manifest)
+
+
+def _check_is_checkpoint(root: Path) -> None:
+    problems: Iterable[str] = []
+    if not root.is_dir():
+        problems = ["there is no such folder" if not root.exists() else "is not a folder"]
+    elif root.resolve().name.endswith(STAGING_SUFFIX):
+        problems = ["is unfinished: run the command that was writing it again"]
+    elif not (root / CHECKPOINT_METADATA).exists():
+        problems = [f"is not a checkpoint: it has no {CHECKPOINT_METADATA}"]
+    fail_if(problems, str(root))
+
+
+def _custom_metadata(path: Path) -> Json:
+    try:
+        record = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path}: is damaged (not JSON: {error}): get the checkpoint again") from error
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror})") from error
+    custom = record.get("custom_metadata") if isinstance(record, dict) else None
+    if not isinstance(custom, dict) or custom.get("format") != FORMAT:
+        raise InputError(f"{path}: this Orbax checkpoint has no shardzoo manifest: convert its source with shardzoo")
+    fail_if(version_problem(custom["format"], custom.get("version")), str(path))
+    return custom

@@ -1,0 +1,204 @@
+"""The folder that a checkpoint is written in until it is whole: lock, checks before the first byte, publishing."""
+
+import errno
+import fcntl
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from shardzoo.checkpoints.journal import Journal
+from shardzoo.checkpoints.manifest import ASSETS, FileEntry, Manifest, is_below, sha256
+from shardzoo.checkpoints.orbax_layout import (
+    CHECKPOINT_METADATA,
+    MANIFEST_FILE,
+    MARKERS,
+    STAGING_SUFFIX,
+    checkpoint_metadata,
+    metadata_files,
+)
+from shardzoo.checkpoints.store import storage_error, sync_folder, write_file
+from shardzoo.errors import InputError, fail_if
+
+JOURNAL, LOCK = "shardzoo.journal", "shardzoo.lock"
+
+
+def staging_path(dst: Path) -> Path:
+    """Where the checkpoint `dst` is written until it is whole: beside it, so that a rename publishes it."""
+    return dst.with_name(dst.name + STAGING_SUFFIX)
+
+
+class Staging:
+    """An unfinished checkpoint, held by a lock that ends with the process.
+
+    Attributes:
+        dst: where it will be.
+        root: the folder it is written in.
+        journal: records of this run and, if the plan is the same, of an earlier one.
+
+    Raises:
+        InputError: the destination exists, is not writable or too small, another process is writing it, or the
+            folder beside it was left by some other program.
+    """
+
+    def __init__(self, dst: Path, plan: str, *, restart: bool = False):
+        self.dst = Path(os.path.abspath(dst))
+        self.root = staging_path(self.dst)
+        self._lock = -1
+        check_destination(self.dst)
+        try:
+            self.dst.parent.mkdir(parents=True, exist_ok=True)
+            self.root.mkdir(exist_ok=True)
+            self._take_lock()
+        except OSError as error:
+            raise storage_error(str(self.dst), error, self.dst.parent) from error
+        try:
+            check_destination(self.dst)
+            if restart:
+                self._clear()
+            self.journal = Journal(self.root / JOURNAL, plan)
+            if not self.journal.records:
+                self._clear()
+        except OSError as error:
+            self.close()
+            raise storage_error(str(self.dst), error, self.root) from error
+        except InputError:
+            self.close()
+            raise
+
+    def _take_lock(self) -> None:
+        ours = {JOURNAL, LOCK, "manifest"}
+        names = set(os.listdir(self.root))
+        if names and not names & ours:
+            raise InputError(f"{self.root}: left by another program: remove it, or choose another destination")
+        handle = os.open(self.root / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(handle).st_nlink == 0:  # published or removed by its holder since it was opened
+                raise BlockingIOError(errno.EWOULDBLOCK, "moved")
+        except BlockingIOError:
+            os.close(handle)
+            raise InputError(
+                f"{self.dst}: another process is writing it: wait for that, or choose another destination"
+            ) from None
+        self._lock = handle
+
+    def _clear(self) -> None:
+        """Removes everything but the lock and the journal."""
+        for entry in os.scandir(self.root):
+            if entry.name in (LOCK, JOURNAL):
+                continue
+            if entry.is_dir(follow_symlinks=False):
+                shutil.rmtree(entry.path)
+            else:
+                os.unlink(entry.path)
+
+    def require_space(self, nbytes: int) -> None:
+        """Refuses to start what cannot end.
+
+        Raises:
+            InputError: fewer than `nbytes` and 2 % are free.
+        """
+        info = os.statvfs(self.root)
+        free, need = info.f_bavail * info.f_frsize, nbytes + nbytes // 50
+        if free < need:
+            raise InputError(
+                f"{self.dst}: needs {need:,} bytes, {free:,} are free at {self.dst.parent}:"
+                " free some, or choose another destination"
+            )
+
+    def publish(self, manifest: Manifest, *, sync: bool = True) -> Path:
+        """Writes the metadata, checks that exactly the listed files are there, and renames the folder to its name."""
+        self.journal.close()
+        encoded = manifest.encode()
+        files = metadata_files(manifest)
+        files[MANIFEST_FILE] = encoded
+        files[CHECKPOINT_METADATA] = checkpoint_metadata(manifest.header.family, encoded, bool(manifest.carried))
+        try:
+            for name, data in (files | MARKERS).items():
+                (self.root / name).parent.mkdir(parents=True, exist_ok=True)
+                write_file(self.root / name, data, sync=sync)
+            self._check_listing(manifest, files)
+            if sync:
+                for folder, _, _ in os.walk(self.root):
+                    sync_folder(Path(folder))
+            check_destination(self.dst)
+            os.unlink(self.root / JOURNAL)
+            os.unlink(self.root / LOCK)
+            os.rename(self.root, self.dst)
+            sync_folder(self.dst.parent)
+        except OSError as error:
+            raise storage_error(str(self.dst), error, self.dst.parent) from error
+        finally:
+            self.close()
+        return self.dst
+
+    def _check_listing(self, manifest: Manifest, written: Mapping[str, bytes]) -> None:
+        expected = {name: entry.size for name, entry in manifest.files.items()}
+        expected |= {name: len(data) for name, data in (written | MARKERS).items()}
+        found = listing(self.root)
+        for name in (JOURNAL, LOCK):
+            found.pop(name, None)
+        problems = [f"{n}: missing" for n in sorted(set(expected) - set(found))]
+        problems += [f"{n}: not a file of this checkpoint" for n in sorted(set(found) - set(expected))]
+        problems += [f"{n}: {found[n]} bytes, not {s}" for n, s in expected.items() if found.get(n, s) != s]
+        fail_if(problems, f"{self.root}: changed while it was being written")
+
+    def close(self) -> None:
+        """Lets go of the lock; what is written stays for a later run to carry on."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def discard(self) -> None:
+        """Removes everything written so far."""
+        shutil.rmtree(self.root, ignore_errors=True)
+        self.close()
+
+
+def check_destination(dst: Path) -> None:
+    """Refuses a destination that exists, whatever it is.
+
+    Raises:
+        InputError: it exists, or is named like an unfinished checkpoint.
+    """
+    if dst.name.endswith(STAGING_SUFFIX) or not dst.name:
+        raise InputError(f"{dst}: is not a name for a checkpoint: leave out {STAGING_SUFFIX}")
+    if os.path.lexists(dst):
+        raise InputError(f"{dst}: exists already: remove it, or choose another destination")
+
+
+def listing(root: Path) -> dict[str, int]:
+    """Path below `root` -> size of every file; anything that is neither file nor folder has size -1."""
+    found = {}
+    for folder, names, files in os.walk(root):
+        links = [n for n in names if os.path.islink(os.path.join(folder, n))]
+        for name in [*files, *links]:
+            path = os.path.join(folder, name)
+            plain = os.path.isfile(path) and not os.path.islink(path)
+            found[os.path.relpath(path, root)] = os.path.getsize(path) if plain else -1
+    return found
+
+
+def store_assets(root: Path, assets: Mapping[str, Path | bytes], *, sync: bool = True) -> dict[str, FileEntry]:
+    """Copies small files to `assets/`; returns their entries.
+
+    Raises:
+        InputError: a name that reaches outside, or a file that cannot be read; all in one message.
+    """
+    entries, problems = {}, []
+    for name, content in assets.items():
+        if not is_below(name):
+            problems.append(f"assets: name {name!r} reaches outside the checkpoint: give it a plain relative name")
+            continue
+        try:
+            data = content if isinstance(content, bytes) else Path(content).read_bytes()
+        except OSError as error:
+            problems.append(f"{content}: cannot be read ({error.strerror})")
+            continue
+        target = root / ASSETS / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        write_file(target, data, sync=sync)
+        entries[f"{ASSETS}/{name}"] = FileEntry(size=len(data), sha256=sha256(data))
+    fail_if(problems, "files to carry along")
+    return entries

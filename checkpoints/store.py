@@ -1,0 +1,198 @@
+"""Reading and writing the values of leaves with TensorStore, within a budget of bytes in flight."""
+
+import dataclasses as dc
+import math
+import os
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import tensorstore as ts
+from jaxtyping import Shaped
+
+from shardzoo.checkpoints import checksum
+from shardzoo.checkpoints.grid import Block, Grid, LeafSpec
+from shardzoo.checkpoints.orbax_layout import zarr_bytes, zarr_metadata
+from shardzoo.errors import InputError
+
+WRITERS = 8  # files written at a time
+READERS = 32  # reads in flight at a time
+
+
+def context(*, sync: bool = True) -> ts.Context:
+    """TensorStore resources of one job: bounded concurrency, no cache; `sync` flushes each file to the device."""
+    return ts.Context(
+        {
+            "file_io_concurrency": {"limit": READERS},
+            "data_copy_concurrency": {"limit": max(2, os.cpu_count() or 2)},
+            "file_io_sync": sync,
+            "cache_pool": {"total_bytes_limit": 0},
+        }
+    )
+
+
+def open_array(folder: Path, spec: LeafSpec, grid: Grid, ctx: ts.Context) -> ts.TensorStore:
+    """The array of a leaf, its metadata taken from `spec` and `grid`, not from the file; a missing file is an error."""
+    where = {
+        "driver": "zarr3",
+        "kvstore": {"driver": "file", "path": f"{folder}/"},
+        "metadata": zarr_metadata(spec, grid),
+        "store_data_equal_to_fill_value": True,
+        "fill_missing_data_reads": False,
+        "recheck_cached_data": False,
+    }
+    return ts.open(where, open=True, create=True, assume_metadata=True, context=ctx).result()
+
+
+def write_file(path: Path, data: bytes, *, sync: bool = True) -> None:
+    """Writes a small file whole, on the device before it returns if `sync`."""
+    with open(path, "wb") as f:
+        f.write(data)
+        f.flush()
+        if sync:
+            os.fsync(f.fileno())
+
+
+def sync_folder(path: Path) -> None:
+    """Puts the names in a folder on the device."""
+    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+class Budget:
+    """Bytes in flight: `take` waits until they fit. One larger than the whole budget passes alone."""
+
+    def __init__(self, limit: int):
+        self.limit = limit
+        self._free = limit
+        self._changed = threading.Condition()
+
+    def take(self, nbytes: int) -> int:
+        """Waits for `nbytes` (or the whole budget) and returns what was taken, to be given back."""
+        nbytes = min(nbytes, self.limit)
+        with self._changed:
+            self._changed.wait_for(lambda: self._free >= nbytes)
+            self._free -= nbytes
+        return nbytes
+
+    def give(self, nbytes: int) -> None:
+        with self._changed:
+            self._free += nbytes
+            self._changed.notify_all()
+
+
+@dc.dataclass(kw_only=True)
+class _Open:
+    """A leaf being written: its array, the commits under way, the files begun and the sum so far."""
+
+    array: ts.TensorStore
+    commits: list = dc.field(default_factory=list)
+    begun: set = dc.field(default_factory=set)
+    sums: checksum.Sums = (0, 0)
+
+
+class LeafWriter:
+    """Writes blocks of whole files below `root`, several at a time, and sums what it writes.
+
+    Attributes:
+        placed: path -> (folder below root, spec, grid).
+    """
+
+    def __init__(self, root: Path, placed: Mapping[str, tuple[str, LeafSpec, Grid]], *, budget: int, sync: bool):
+        self.root = root
+        self.placed = placed
+        self._budget = Budget(budget)
+        self._context = context(sync=sync)
+        self._sync = sync
+        self._open: dict[str, _Open] = {}
+        self._lock = threading.Lock()
+
+    def begin(self, path: str, *, metadata: bool = True) -> None:
+        """Creates the leaf's folder and, with `metadata`, its `zarr.json`."""
+        folder, spec, grid = self.placed[path]
+        try:
+            (self.root / folder).mkdir(parents=True, exist_ok=True)
+            if metadata:
+                write_file(self.root / folder / "zarr.json", zarr_bytes(spec, grid), sync=self._sync)
+        except OSError as error:
+            raise storage_error(path, error, self.root) from error
+        self._open[path] = _Open(array=open_array(self.root / folder, spec, grid, self._context))
+
+    def write(self, path: str, at: Block, values: Shaped[np.ndarray, "..."]) -> None:
+        """Starts writing one block of whole files; waits only for room in the budget.
+
+        `values` must stay as it is until `finish` returns. Safe to call from several threads.
+
+        Raises:
+            ValueError: the block is not made of whole files, was written before, or has another shape or dtype.
+        """
+        _, spec, grid = self.placed[path]
+        shape = tuple(s.stop - s.start for s in at)
+        if not grid.is_whole(at) or values.shape != shape or values.dtype != spec.dtype:
+            raise ValueError(
+                f"{path}: block {at} of {values.dtype.name}{list(values.shape)} is not whole files of {grid.outer}"
+                f" in {spec.dtype.name}{list(spec.shape)}: write blocks that start and end on the grid"
+            )
+        with self._lock:
+            if path not in self._open:
+                self.begin(path)
+            state = self._open[path]
+            files = _files_of(at, grid)
+            if files & state.begun:
+                raise ValueError(f"{path}: block {at} was written before: write each file once")
+            state.begun |= files
+        cost = self._budget.take(2 * values.nbytes)  # the values, and the encoded file
+        commit = state.array[at].write(values, can_reference_source_data_indefinitely=True).commit
+        commit.add_done_callback(lambda _: self._budget.give(cost))
+        sums = checksum.of_block(values, tuple(s.start for s in at), spec.shape)
+        with self._lock:
+            state.commits.append(commit)
+            state.sums = checksum.add(state.sums, sums)
+
+    def finish(self, path: str) -> tuple[checksum.Sums, set]:
+        """Waits for the leaf's blocks; returns their sum and the indices of the files written.
+
+        Raises:
+            InputError: the storage is full, not writable, or failed.
+        """
+        with self._lock:
+            if path not in self._open:
+                self.begin(path)
+            state = self._open.pop(path)
+        try:
+            for commit in state.commits:
+                commit.result()
+        except (ValueError, OSError) as error:
+            raise storage_error(path, error, self.root) from error
+        return state.sums, state.begun
+
+    def drain(self) -> None:
+        """Waits for everything under way, whatever comes of it: nothing is written after this returns."""
+        for state in self._open.values():
+            for commit in state.commits:
+                commit.exception()
+        self._open.clear()
+
+
+def _files_of(at: Block, grid: Grid) -> set[tuple[int, ...]]:
+    counts = [range(s.start // o, -(-s.stop // o)) for s, o in zip(at, grid.outer, strict=True)]
+    return {tuple(i + r.start for i, r in zip(index, counts, strict=True)) for index in np.ndindex(*map(len, counts))}
+
+
+def storage_error(what: str, error: Exception, root: Path) -> InputError:
+    """An error of the storage as one line that says what failed and what to change."""
+    text = str(error)
+    if (isinstance(error, OSError) and error.errno == 28) or "No space left" in text or "os_error_code='28'" in text:
+        return InputError(f"{what}: no space left at {root}: free some and run again; what is written stays for that")
+    if isinstance(error, PermissionError) or "Permission denied" in text or "PERMISSION_DENIED" in text:
+        return InputError(f"{what}: not allowed to write below {root}: change its permissions or choose another place")
+    return InputError(f"{what}: the storage failed at {root} ({text.splitlines()[0][:300]}): run again")
+
+
+def nbytes(block: Block, itemsize: int) -> int:
+    """Bytes of the values in a block."""
+    return math.prod(s.stop - s.start for s in block) * itemsize
