@@ -6,12 +6,9 @@ import importlib.util
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardzoo.errors import InputError
-
-if TYPE_CHECKING:
-    import tokenizers
 
 SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
 
@@ -21,12 +18,13 @@ class Text:
     """Tokenizer, chat template and end tokens of one checkpoint.
 
     Attributes:
+        tokenizer: a `tokenizers.Tokenizer`.
         template: Jinja source of the chat template, None when the checkpoint has none.
         special: name ("bos_token") to text of the special tokens that templates may use.
         end_ids: token ids that end a reply.
     """
 
-    tokenizer: "tokenizers.Tokenizer"
+    tokenizer: Any
     template: str | None
     special: Mapping[str, str]
     end_ids: tuple[int, ...]
@@ -114,9 +112,7 @@ def _template(files: Mapping[str, Path], settings: Mapping[str, Any], origin: st
     return found
 
 
-def _end_ids(
-    files: Mapping[str, Path], special: Mapping[str, str], tokenizer: "tokenizers.Tokenizer", origin: str
-) -> tuple[int, ...]:
+def _end_ids(files: Mapping[str, Path], special: Mapping[str, str], tokenizer: Any, origin: str) -> tuple[int, ...]:
     for name in ("generation_config.json", "config.json"):
         found = _json(files, name, origin).get("eos_token_id")
         if found is not None:

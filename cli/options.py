@@ -5,23 +5,20 @@ problem with the input (exit status 1) and is found later.
 """
 
 import re
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import typer
 
 from shardzoo.errors import InputError
 
-if TYPE_CHECKING:
-    from shardzoo.zoo.mesh import Degrees
-
 DEGREES = ("data", "pipe", "context", "tensor")
 DTYPES = {"float32": ("fp32", "f32"), "bfloat16": ("bf16",), "float16": ("fp16", "f16")}
 UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
 
-def parse_mesh(text: str) -> "Degrees":
-    """`context=2,tensor=4` as degrees; `one` or an empty text is a single device."""
+def parse_mesh(text: str) -> Any:
+    """`context=2,tensor=4` as degrees; `one` or an empty text is a single device (`Degrees`)."""
     from shardzoo.zoo.mesh import Degrees
 
     given: dict[str, int] = {}

