@@ -3,7 +3,6 @@
 from setuptools import setup
 from setuptools.command.build_py import build_py
 
-
 OUTSIDE = (("shardzoo", "noxfile"), ("shardzoo", "setup"))
 
 
