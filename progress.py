@@ -1,8 +1,9 @@
 """How long operations tell their caller how far they are."""
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 
+@runtime_checkable
 class Progress(Protocol):
     """Called at each block of work, from any thread; must be cheap and must not raise."""
 
