@@ -35,6 +35,26 @@ _WEIGHTS = re.compile(
 )
 _INDEX = re.compile(r".+?(?P<suffix>\.safetensors|\.bin|\.pt|\.pth|\.ckpt)?\.index(?:\.(?P<variant>[\w-]+))?\.json")
 MAX_JSON_BYTES = 200 << 20
+# Small files that belong to a model and travel with its weights.
+EXTRAS = (
+    "tokenizer*",
+    "vocab*",
+    "merges*.txt",
+    "*.tiktoken",
+    "*.spm",
+    "spiece*.model",
+    "sentencepiece*.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "generation_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "scheduler_config.json",
+    "params.json",
+    "LICENSE*",
+    "NOTICE*",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +142,7 @@ def find_weights(path: Path, variant: str | None = None) -> WeightFiles:
         InputError: nothing there, or several candidates; the message names what to pass.
     """
     if path.is_dir():
-        return _choose(path, _candidates(path), variant)
+        return choose_weights(path, _names(path), variant)
     if not path.exists():
         link = " (a link to a file that is gone)" if path.is_symlink() else ""
         raise InputError(f"{path}: does not exist{link}: give a folder, a weight file or an index of weights")
@@ -146,37 +166,49 @@ def _of_index(index: Index) -> WeightFiles:
     )
 
 
-def _weight_names(folder: Path) -> list[str]:
-    names = (entry.name for entry in folder.iterdir() if not entry.is_dir())
-    return sorted(
-        name
-        for name in names
-        if _WEIGHTS.fullmatch(name) and not name.startswith(".") and not _NOT_WEIGHTS.search(name)
-    )
-
-
-def _candidates(folder: Path) -> list[WeightFiles]:
-    """Every set of weight files in the folder: one an index, one a run of numbered parts, one a single file."""
+def _names(folder: Path) -> list[str]:
     try:
-        entries = sorted(entry.name for entry in folder.iterdir())
-        names = _weight_names(folder)
+        return sorted(entry.name for entry in folder.iterdir() if not entry.is_dir())
     except OSError as error:
         raise InputError(f"{folder}: cannot be listed ({error.strerror})") from None
-    indexes = [name for name in entries if _INDEX.fullmatch(name) and not name.startswith(".")]
-    found = [_of_index(read_index(folder / name)) for name in indexes]
+
+
+def is_index(name: str) -> bool:
+    """Whether this is the name of an index of weights."""
+    return _INDEX.fullmatch(name) is not None and not name.startswith(".")
+
+
+def is_weights(name: str) -> bool:
+    """Whether this is the name of a file of weights, and not of an optimizer or the like."""
+    return _WEIGHTS.fullmatch(name) is not None and not name.startswith(".") and not _NOT_WEIGHTS.search(name)
+
+
+def choose_weights(folder: Path, names: Iterable[str], variant: str | None = None) -> WeightFiles:
+    """The weight files among the file `names` of a folder; only the indexes among them are read.
+
+    Raises:
+        InputError: none, or several sets that could be meant.
+    """
+    names = list(names)
+    return _choose(folder, names, _candidates(folder, names), variant)
+
+
+def _candidates(folder: Path, names: list[str]) -> list[WeightFiles]:
+    """Every set of weight files in the folder: one an index, one a run of numbered parts, one a single file."""
+    found = [_of_index(read_index(folder / name)) for name in names if is_index(name)]
     listed = {name for weights in found for name in weights.files}
     runs: dict[tuple[str, str, str, int], list[str]] = defaultdict(list)
     for name in names:
         match = _WEIGHTS.fullmatch(name)
-        parts = int(match["parts"] or 1)
-        if name not in listed:
+        if match and is_weights(name) and name not in listed:
+            parts = int(match["parts"] or 1)
             runs[(match["stem"], match["variant"] or "", match["suffix"], parts)].append(name)
     for (_, variant, _, _), files in runs.items():
         found.append(WeightFiles(root=folder, files=tuple(files), variant=variant))
     return found
 
 
-def _choose(folder: Path, found: list[WeightFiles], variant: str | None) -> WeightFiles:
+def _choose(folder: Path, names: list[str], found: list[WeightFiles], variant: str | None) -> WeightFiles:
     if not found:
         raise InputError(f"{folder}: holds no weights{_hint_of_subfolders(folder)}")
     kept = _of_variant(folder, found, variant)
@@ -190,7 +222,7 @@ def _choose(folder: Path, found: list[WeightFiles], variant: str | None) -> Weig
     chosen = kept[0]
     _check_run(folder, chosen)
     unread = sorted({name for weights in found for name in weights.files} - set(chosen.files))
-    present = [name for name in unread if (folder / name).exists()]
+    present = [name for name in unread if name in names]
     stray = _strays_of_index(chosen, present)
     fail_if(stray, f"{folder}: {chosen.name} does not list every part")
     if present:
@@ -245,8 +277,10 @@ def _run_of(name: str) -> tuple[str, ...] | None:
 
 
 def _hint_of_subfolders(folder: Path) -> str:
+    if not folder.is_dir():
+        return ""
     inside = [entry for entry in sorted(folder.iterdir()) if entry.is_dir() and not entry.name.startswith(".")]
-    with_weights = [str(entry) for entry in inside if _weight_names(entry)]
+    with_weights = [str(entry) for entry in inside if any(map(is_weights, _names(entry)))]
     if with_weights:
         return f": give one of its folders that do, {batched_names(with_weights, 20)}"
     return f" (*.safetensors, {', '.join('*' + suffix for suffix in TORCH_SUFFIXES)}, or an index of them)"

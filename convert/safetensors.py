@@ -169,7 +169,7 @@ def _checked_metadata(value: Any, problems: list[str]) -> dict[str, str]:
         return {}
     wrong = [key for key, text in value.items() if not isinstance(text, str)]
     problems.extend(f"__metadata__: the value of {key!r} is no string" for key in wrong)
-    return value
+    return {key: text for key, text in value.items() if isinstance(text, str)}
 
 
 def _whole(value: Any) -> bool:

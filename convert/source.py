@@ -9,7 +9,7 @@ import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -21,30 +21,11 @@ from shardzoo.convert.file_bytes import (
     read_stored,
     release_stored,
 )
-from shardzoo.convert.folder import Index, WeightFiles, find_weights, read_text
+from shardzoo.convert.folder import EXTRAS, Index, WeightFiles, find_weights, read_text
+from shardzoo.convert.hub import Fetched, fetch, is_hub_address
 from shardzoo.convert.weight_file import WeightFile, open_weight_file
 from shardzoo.errors import InputError, fail_if
 
-# Small files that belong to a model and travel with its weights.
-EXTRAS = (
-    "tokenizer*",
-    "vocab*",
-    "merges*.txt",
-    "*.tiktoken",
-    "*.spm",
-    "spiece*.model",
-    "sentencepiece*.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template*",
-    "generation_config.json",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "scheduler_config.json",
-    "params.json",
-    "LICENSE*",
-    "NOTICE*",
-)
 MAX_EXTRA_BYTES = 256 << 20
 MAX_REPORTED = 60
 
@@ -86,6 +67,7 @@ class Source:
 
     Attributes:
         root: the folder.
+        hub_repo, hub_commit: "owner/name" and the commit, where the source was fetched from the hub.
         tensors: key -> TensorInfo, in the order of the files.
         files: the weight files read.
         config: `config.json` of the folder, parsed, or None; `config_text` is the file as it stands.
@@ -94,8 +76,10 @@ class Source:
         notes: remarks for the user (files not read, a wrapper chosen).
     """
 
-    def __init__(self, weights: WeightFiles, opened: list[WeightFile]):
+    def __init__(self, weights: WeightFiles, opened: list[WeightFile], fetched: Fetched | None = None):
         self.root = weights.root
+        self.hub_repo = fetched.repo if fetched else None
+        self.hub_commit = fetched.commit if fetched else None
         self.notes = weights.notes + [note for file in opened for note in file.notes]
         self.variant = weights.variant
         self.index_name = weights.index.path.name if weights.index else None
@@ -111,7 +95,7 @@ class Source:
         self.config_text, self.config = _read_config(self.root)
         self.extras = _find_extras(self.root)
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Source":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -215,10 +199,10 @@ def open_source(
     strategy: Strategy = "auto",
     verify_crc: bool = False,
 ) -> Source:
-    """Opens a folder, a weight file or an index of weights; reads and checks every header, no tensor.
+    """Opens a folder, a weight file, an index of weights or a hub repository; checks every header, reads no tensor.
 
     Args:
-        path: where the checkpoint is.
+        path: where the checkpoint is; `hf://owner/name[@revision][/folder]` is downloaded first.
         variant: which of several twins to read ("fp16", ...); by default the one without a variant.
         select: which dict of a PyTorch file to read, where it holds several ("ema", "state/model"; "/" is all of it).
         strategy: "mmap", "pread", or "auto" (`pread` on network file systems).
@@ -227,7 +211,8 @@ def open_source(
     Raises:
         InputError: everything that is wrong with the files, at once, each with its name.
     """
-    weights = find_weights(Path(path), variant)
+    fetched = fetch(str(path), variant=variant) if is_hub_address(str(path)) else None
+    weights = find_weights(fetched.folder if fetched else Path(path), variant)
     options = {"strategy": strategy, "select": select, "verify_crc": verify_crc}
     opened: list[WeightFile] = []
     problems: list[str] = []
@@ -242,7 +227,7 @@ def open_source(
         if len(problems) > MAX_REPORTED:
             problems[MAX_REPORTED:] = [f"and {len(problems) - MAX_REPORTED} more problems"]
         _raise_all(weights, problems)
-        return Source(weights, opened)
+        return Source(weights, opened, fetched)
     except InputError:
         for file in opened:
             file.data.close()

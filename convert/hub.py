@@ -1,0 +1,168 @@
+"""Fetches the weights of a Hugging Face repository: those of one format, the config, and the tokenizer.
+
+`hf://owner/name[@revision][/folder]`. The environment variables of `huggingface_hub` hold (HF_ENDPOINT, HF_TOKEN,
+HF_HOME, HF_HUB_OFFLINE).
+"""
+
+import fnmatch
+import glob
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardzoo.convert.folder import EXTRAS, choose_weights, is_index
+from shardzoo.errors import InputError
+
+_ADDRESS = re.compile(
+    r"hf:/{1,2}(?P<repo>[\w.-]+/[\w.-]+?)(?:@(?P<revision>refs/(?:pr|convert)/[\w.-]+|[^/@]+))?(?:/(?P<folder>[^@]*?))?/*"
+)
+INSTALL = "pip install 'shardzoo[hub]'"
+
+
+@dataclass(frozen=True, kw_only=True)
+class HubAddress:
+    """A repository, optionally at a revision (branch, tag or commit), optionally one of its folders."""
+
+    repo: str
+    revision: str | None
+    folder: str
+
+    def __str__(self) -> str:
+        revision = f"@{self.revision}" if self.revision else ""
+        return f"hf://{self.repo}{revision}{'/' + self.folder if self.folder else ''}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fetched:
+    """A repository's files on this machine: `folder` to open, and the commit that they are of."""
+
+    folder: Path
+    repo: str
+    commit: str
+
+
+def is_hub_address(text: str) -> bool:
+    """Whether this names a repository on the hub (a `Path` made of one has lost a slash)."""
+    return text.startswith("hf:/")
+
+
+def parse_address(text: str) -> HubAddress:
+    """Takes `hf://owner/name[@revision][/folder]` apart."""
+    match = _ADDRESS.fullmatch(text)
+    if not match or ".." in text:
+        raise InputError(f"{text}: is no address of the form hf://owner/name[@revision][/folder]")
+    revision = match["revision"]
+    return HubAddress(
+        repo=match["repo"], revision=revision.replace("%2F", "/") if revision else None, folder=match["folder"] or ""
+    )
+
+
+def fetch(text: str, *, variant: str | None = None) -> Fetched:
+    """Downloads what is needed to open a repository (what is already in the hub's cache is not fetched again).
+
+    Raises:
+        InputError: `huggingface_hub` is not installed, or the repository cannot be had; the message says why.
+    """
+    address = parse_address(text)
+    try:
+        import huggingface_hub.errors
+    except ImportError:
+        raise InputError(f"{address}: reading from the hub needs huggingface_hub: {INSTALL}") from None
+    endpoint = os.environ.get("HF_ENDPOINT") or None
+    with _errors_named(address, huggingface_hub):
+        return _fetch(huggingface_hub, address, endpoint, variant)
+
+
+def _fetch(hub: Any, address: HubAddress, endpoint: str | None, variant: str | None) -> Fetched:
+    try:
+        info = hub.HfApi(endpoint=endpoint).repo_info(address.repo, revision=address.revision)
+    except hub.errors.OfflineModeIsEnabled:
+        return _cached(hub, address)
+    prefix = f"{address.folder}/" if address.folder else ""
+    names = _names_in(prefix, [sibling.rfilename for sibling in info.siblings or ()])
+    if not names:
+        raise InputError(f"{address}: holds no files in {address.folder or 'its top folder'}")
+
+    def download(wanted: list[str]) -> Path:
+        folder = hub.snapshot_download(
+            address.repo,
+            revision=address.revision,
+            endpoint=endpoint,
+            allow_patterns=[glob.escape(prefix + name) for name in wanted],
+        )
+        if Path(folder).name != info.sha:
+            raise InputError(f"{address}: changed from {info.sha} to {Path(folder).name} meanwhile: run again")
+        return Path(folder) / address.folder
+
+    small = [name for name in names if _is_small(name)]
+    folder = download(small) if small else Path(str(address))
+    weights = choose_weights(folder, names, variant)
+    folder = download([*small, *weights.files])
+    return Fetched(folder=folder, repo=address.repo, commit=info.sha)
+
+
+def _names_in(prefix: str, paths: list[str]) -> list[str]:
+    """Names of the files that lie in one folder of the repository, not deeper."""
+    inside = (path.removeprefix(prefix) for path in paths if path.startswith(prefix))
+    return sorted(name for name in inside if "/" not in name)
+
+
+def _is_small(name: str) -> bool:
+    return name == "config.json" or is_index(name) or any(fnmatch.fnmatchcase(name, pattern) for pattern in EXTRAS)
+
+
+def _cached(hub: Any, address: HubAddress) -> Fetched:
+    """The snapshot that an earlier download left, when the network is off by HF_HUB_OFFLINE."""
+    folder = Path(
+        hub.snapshot_download(
+            address.repo, revision=address.revision, local_files_only=True, allow_patterns=["config.json"]
+        )
+    )
+    return Fetched(folder=folder / address.folder, repo=address.repo, commit=folder.name)
+
+
+@contextmanager
+def _errors_named(address: HubAddress, hub: Any) -> Iterator[None]:
+    """Turns what the hub's library raises into an `InputError` that says what to do."""
+    errors = hub.errors
+    # The HTTP library below changed over the versions; its base class is a base of the hub's own error.
+    http_errors = errors.HfHubHTTPError.__bases__[0]
+    own = tuple(
+        getattr(errors, name) for name in ("XetDownloadError", "RevisionResolutionError") if hasattr(errors, name)
+    )
+    try:
+        yield
+    except InputError:
+        raise
+    except errors.GatedRepoError:
+        raise InputError(
+            f"{address}: is gated: ask for access on its page, then `hf auth login` or set HF_TOKEN"
+        ) from None
+    except errors.RevisionNotFoundError:
+        raise InputError(f"{address}: the repository has no revision {address.revision!r}") from None
+    except errors.RepositoryNotFoundError:
+        raise InputError(
+            f"{address}: no such repository, or it is private: check the name, or `hf auth login` or set HF_TOKEN"
+        ) from None
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
+        raise InputError(
+            f"{address}: cannot be reached and is not in the cache ({_first_line(error)}):"
+            " check the network and HF_HUB_OFFLINE"
+        ) from None
+    except (http_errors, *own, OSError) as error:
+        raise InputError(
+            f"{address}: the download failed ({type(error).__name__}: {_first_line(error)}): run again to carry on"
+        ) from None
+    except (ValueError, LookupError, TypeError, AttributeError, AssertionError) as error:
+        # What the library raises on an answer that is not the hub's (a proxy's page, another service).
+        raise InputError(
+            f"{address}: the answer is not the hub's ({type(error).__name__}: {_first_line(error)}): check HF_ENDPOINT"
+        ) from None
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
