@@ -1,0 +1,359 @@
+"""From a checkpoint in PyTorch's world to one of shardzoo: check, then stream, then publish."""
+
+import contextlib
+import dataclasses
+import hashlib
+import os
+import resource
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shardzoo.checkpoints.manifest import CARRIED, MANIFEST, ManifestHeader, Skipped
+from shardzoo.checkpoints.manifest import Source as SourceRecord
+from shardzoo.checkpoints.staging import check_destination
+from shardzoo.checkpoints.writer import CheckpointWriter, place_leaves, stored_bytes
+from shardzoo.convert.plan import Plan, check_ties, make_plan
+from shardzoo.convert.source import Source, open_source, row_blocks
+from shardzoo.convert.stream import COPIES, Stream
+from shardzoo.errors import InputError
+from shardzoo.progress import Progress
+from shardzoo.zoo.families import config_to_json
+
+BUDGET = 192 << 20  # bytes in flight, unless the caller says otherwise
+LEAST_BUDGET = 16 << 20
+PROBE_BYTES = 32 << 20
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Report:
+    """What a conversion did, or with `dry_run` would do.
+
+    Attributes:
+        source, destination: paths as given.
+        family, layout, prefix: what the source was recognised as.
+        cast: dtype that parameters were cast to, or None.
+        leaves: number of arrays written, carried ones included.
+        tensors: number of source tensors stored.
+        files: source file -> SHA-256 (None in a dry run).
+        bytes_read, bytes_written: of values.
+        bytes_resumed: of `bytes_written`, what an earlier interrupted run had stored.
+        bytes_on_disk: of the data files, with checksums.
+        seconds: time taken, or predicted from a short read and write.
+        peak_memory: most bytes resident in this process so far, or predicted.
+        aliases, carried, skipped: tensors stored once under another key; stored but not run; not stored.
+        notes: remarks for the user.
+    """
+
+    source: str
+    destination: str
+    dry_run: bool
+    family: str
+    layout: str
+    prefix: str
+    cast: str | None
+    leaves: int
+    tensors: int
+    files: dict[str, str | None]
+    bytes_read: int
+    bytes_written: int
+    bytes_resumed: int
+    bytes_on_disk: int
+    seconds: float
+    peak_memory: int
+    aliases: dict[str, str]
+    carried: dict[str, str]
+    skipped: dict[str, str]
+    notes: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def plan_conversion(
+    src: str | Path,
+    *,
+    family: str | None = None,
+    component: str | None = None,
+    dtype: str | None = None,
+    config: str | Path | None = None,
+    prefix: str | None = None,
+) -> Plan:
+    """What `convert` with these arguments would write; reads headers only.
+
+    Raises:
+        InputError: everything about the source that stands in the way, in one message.
+    """
+    with open_source(src) as source:
+        return make_plan(source, family=family, component=component, dtype=dtype, config=config, prefix=prefix)
+
+
+def convert(
+    src: str | Path,
+    dst: str | Path,
+    *,
+    family: str | None = None,
+    component: str | None = None,
+    dtype: str | None = None,
+    config: str | Path | None = None,
+    prefix: str | None = None,
+    memory_budget: int | None = None,
+    dry_run: bool = False,
+    resume: bool = True,
+    overwrite: bool = False,
+    sync: bool = True,
+    progress: Progress | None = None,
+) -> Report:
+    """Converts a folder, weight file or index of weights to a checkpoint at `dst`.
+
+    Every tensor keeps its bits unless `dtype` says otherwise. Stopped at any point it leaves nothing that looks whole;
+    run again with the same arguments it carries on.
+
+    Args:
+        src: what to convert.
+        dst: where the checkpoint will be.
+        family, component, dtype, config, prefix: see `make_plan`.
+        memory_budget: bytes of values in flight (default 192 MiB); peak memory is about this and the interpreter.
+        dry_run: check everything and predict time and memory, but write nothing.
+        resume: carry on an interrupted run of the same plan; False starts again.
+        overwrite: replace a checkpoint at `dst`, once the new one is whole.
+        sync: flush files to the device, so that a published checkpoint survives loss of power.
+        progress: told of each block.
+
+    Raises:
+        InputError: everything wrong with the source in one message, before anything is written; a destination that
+            exists, is full or not writable.
+    """
+    began = time.perf_counter()
+    budget = _checked_budget(memory_budget)
+    with open_source(src) as source:
+        plan = make_plan(source, family=family, component=component, dtype=dtype, config=config, prefix=prefix)
+        target = Path(os.path.abspath(dst))
+        if not overwrite or not _is_checkpoint(target):
+            check_destination(target)
+        check_ties(source, plan)
+        if dry_run:
+            return _predict(source, plan, target, str(src), budget)
+        with _replacing(target) if overwrite else contextlib.nullcontext(target) as place:
+            stream, on_disk = _write(source, plan, place, budget, resume, sync, progress, config)
+        files = {file.path: stream.digests[i] for i, file in enumerate(source.files)}
+    return _report(
+        plan,
+        source=str(src),
+        destination=str(dst),
+        dry_run=False,
+        files=files,
+        bytes_resumed=stream.resumed,
+        bytes_on_disk=on_disk,
+        seconds=time.perf_counter() - began,
+        peak_memory=peak_memory(),
+    )
+
+
+def _checked_budget(memory_budget: int | None) -> int:
+    budget = BUDGET if memory_budget is None else memory_budget
+    if budget < LEAST_BUDGET:
+        raise InputError(
+            f"memory_budget={budget} is below the {LEAST_BUDGET} bytes that blocks in flight need: raise it"
+        )
+    return budget
+
+
+def _write(
+    source: Source,
+    plan: Plan,
+    place: Path,
+    budget: int,
+    resume: bool,
+    sync: bool,
+    progress: Progress | None,
+    config: str | Path | None,
+) -> tuple[Stream, int]:
+    carried = {path.removeprefix(f"{CARRIED}/"): p.spec for path, p in plan.leaves.items() if _is_carried(path)}
+    leaves = {path: p.spec for path, p in plan.leaves.items() if not _is_carried(path)}
+    assets = _assets(source, config)
+    with CheckpointWriter(
+        place,
+        _header(source, plan),
+        leaves,
+        _identity(source, plan, assets),
+        carried=carried,
+        assets=assets,
+        budget=budget,
+        sync=sync,
+        restart=not resume,
+    ) as writer:
+        stream = Stream(source, plan, writer, budget=budget, progress=progress)
+        stream.run()
+        writer.publish(_sources(source, stream.digests))
+        return stream, writer.nbytes
+
+
+def _is_carried(path: str) -> bool:
+    return path.startswith(f"{CARRIED}/")
+
+
+def _assets(source: Source, config: str | Path | None) -> dict[str, Path | bytes]:
+    """Config, index and tokenizer files, as they stand."""
+    assets: dict[str, Path | bytes] = {path.name: path for path in source.extras}
+    if config is not None:
+        assets["config.json"] = Path(config)
+    elif source.config_text is not None:
+        assets["config.json"] = source.config_text.encode()
+    if source.index_name and source.index_text is not None:
+        assets[source.index_name] = source.index_text.encode()
+    return assets
+
+
+def _header(source: Source, plan: Plan) -> ManifestHeader:
+    return ManifestHeader(
+        family=plan.family,
+        config=config_to_json(plan.config),
+        sources=_sources(source, {}),
+        skipped=tuple(Skipped(key=key, reason=reason) for key, reason in plan.skipped.items()),
+        aliases=plan.aliases,
+        detail={
+            "layout": plan.layout,
+            "prefix": plan.prefix,
+            "cast": plan.cast.name if plan.cast else None,
+            "carried": dict(plan.carried),
+            "index": source.index_name,
+            "tensors": _tensor_table(source),
+        },
+    )
+
+
+def _tensor_table(source: Source) -> dict[str, list[Any]]:
+    """Key -> [file, dtype, shape] in the order of the files: what export writes back."""
+    return {key: [info.file, info.dtype.name, list(info.shape)] for key, info in source.tensors.items()}
+
+
+def _sources(source: Source, digests: dict[int, str]) -> tuple[SourceRecord, ...]:
+    return tuple(
+        SourceRecord(
+            name=file.path,
+            kind=file.kind,
+            size=file.size,
+            sha256=digests.get(i),
+            header=file.header.decode() if file.kind == "safetensors" else None,
+            detail={"wrapper": list(file.wrapper)} if file.wrapper else {},
+        )
+        for i, file in enumerate(source.files)
+    )
+
+
+def _identity(source: Source, plan: Plan, assets: dict[str, Path | bytes]) -> str:
+    """What an interrupted run must have in common with this one to be carried on."""
+    digest = hashlib.sha256(plan.digest().encode())
+    for file in source.files:
+        digest.update(repr((file.path, file.size, file.mtime_ns, hashlib.sha256(file.header).hexdigest())).encode())
+    for name, content in sorted(assets.items()):
+        data = content if isinstance(content, bytes) else content.read_bytes()
+        digest.update(repr((name, hashlib.sha256(data).hexdigest())).encode())
+    return digest.hexdigest()
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return (path / MANIFEST / "metadata").is_file()
+
+
+@contextlib.contextmanager
+def _replacing(target: Path) -> Iterator[Path]:
+    """A place for a new checkpoint that takes the name of the old one when the block ends without an error."""
+    if not os.path.lexists(target):
+        yield target
+        return
+    new, old = (target.with_name(f"{target.name}.{word}") for word in ("new", "old"))
+    for leftover in (new, old):
+        if _is_checkpoint(leftover):  # a run that was interrupted between the two renames below
+            shutil.rmtree(leftover)
+    yield new
+    os.rename(target, old)
+    os.rename(new, target)
+    shutil.rmtree(old)
+
+
+def _report(plan: Plan, **rest: Any) -> Report:
+    stored = [key for key in plan.tensors if key not in plan.skipped and key not in plan.aliases]
+    return Report(
+        family=plan.family,
+        layout=plan.layout,
+        prefix=plan.prefix,
+        cast=plan.cast.name if plan.cast else None,
+        leaves=len(plan.leaves),
+        tensors=len(stored),
+        bytes_read=plan.bytes_read,
+        bytes_written=plan.bytes_written,
+        aliases=dict(plan.aliases),
+        carried=dict(plan.carried),
+        skipped=dict(plan.skipped),
+        notes=plan.notes,
+        **rest,
+    )
+
+
+def peak_memory() -> int:
+    """The most bytes that this process has had resident."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def _predict(source: Source, plan: Plan, target: Path, src: str, budget: int) -> Report:
+    placed = place_leaves({p: leaf.spec for p, leaf in plan.leaves.items() if not _is_carried(p)}, {})
+    on_disk = stored_bytes(placed) + sum(p.spec.nbytes for path, p in plan.leaves.items() if _is_carried(path))
+    place = _nearest_folder(target)
+    free = shutil.disk_usage(place).free
+    if free < on_disk + on_disk // 50:
+        raise InputError(
+            f"{target}: needs {on_disk:,} bytes, {free:,} are free at {place}: free some, or choose another destination"
+        )
+    reading, writing = _read_rate(source), _write_rate(place)
+    return _report(
+        plan,
+        source=src,
+        destination=str(target),
+        dry_run=True,
+        files={file.path: None for file in source.files},
+        bytes_resumed=0,
+        bytes_on_disk=on_disk,
+        seconds=sum(file.size for file in source.files) / reading + on_disk / writing,
+        peak_memory=peak_memory() + min(budget, COPIES * plan.bytes_written),
+    )
+
+
+def _nearest_folder(path: Path) -> Path:
+    """The folder that holds `path` or will: the first of its parents that exists."""
+    return next(parent for parent in path.parents if parent.is_dir())
+
+
+def _read_rate(source: Source) -> float:
+    """Bytes a second of reading and digesting, from the first part of the largest tensor."""
+    largest = max(source.tensors.values(), key=lambda info: info.nbytes)
+    began, read = time.perf_counter(), 0
+    for rows in row_blocks(largest, 8 << 20):
+        data = source.read(largest.key, rows).reshape(-1).view(np.uint8)
+        hashlib.sha256(data)
+        read += data.nbytes
+        source.release(largest.key, rows)
+        if read >= PROBE_BYTES:
+            break
+    return max(read, 1) / (time.perf_counter() - began)
+
+
+def _write_rate(folder: Path) -> float:
+    """Bytes a second of writing to the device, from a file that is gone at once."""
+    data = bytes(min(PROBE_BYTES, 32 << 20))
+    began = time.perf_counter()
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise InputError(f"{folder}: cannot be written to ({error.strerror}): choose another destination") from None
+    return len(data) / (time.perf_counter() - began)

@@ -1,0 +1,274 @@
+"""Dense decoders, alone or in a multimodal model: Llama, Mistral, Qwen2 (and 2.5), Qwen3 as transformers saves them.
+
+Facts taken from the configuration and modeling files of transformers 5 for these model types, and from published
+configs (older field names included).
+"""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from shardzoo.convert.families import FamilyRules, Layout
+from shardzoo.convert.rules import Rule
+from shardzoo.errors import fail_if
+from shardzoo.zoo import decoder
+
+_BLOCK = "{body}layers.{layer}."
+_Q, _KV = "(heads head_dim)", "(kv_heads head_dim)"
+
+
+def _attention(name: str, target: str, out: str, block: int | None = None) -> list[Rule]:
+    source = f"{_BLOCK}self_attn.{name}_proj."
+    at = {} if block is None else {"block": block}
+    return [
+        Rule(target=f"blocks.attn.{target}.weight", source=f"{source}weight", dims=f"{out} embed", at=at),
+        Rule(target=f"blocks.attn.{target}.bias", source=f"{source}bias", dims=out, at=at),
+    ]
+
+
+def _mlp(name: str, target: str, dims: str, block: int | None = None) -> list[Rule]:
+    source = f"{_BLOCK}mlp.{name}_proj."
+    at = {} if block is None else {"block": block}
+    return [
+        Rule(target=f"blocks.mlp.{target}.weight", source=f"{source}weight", dims=dims, at=at),
+        Rule(target=f"blocks.mlp.{target}.bias", source=f"{source}bias", dims=dims.split()[0], at=at),
+    ]
+
+
+RULES = (
+    Rule(target="embed.weight", source="{body}embed_tokens.weight", dims="vocab embed"),
+    Rule(target="blocks.attn_norm.weight", source=f"{_BLOCK}input_layernorm.weight", dims="embed"),
+    *_attention("q", "q", _Q),
+    *_attention("k", "kv", _KV, block=0),
+    *_attention("v", "kv", _KV, block=1),
+    Rule(target="blocks.attn.q_norm.weight", source=f"{_BLOCK}self_attn.q_norm.weight", dims="head_dim"),
+    Rule(target="blocks.attn.k_norm.weight", source=f"{_BLOCK}self_attn.k_norm.weight", dims="head_dim"),
+    Rule(target="blocks.attn.out.weight", source=f"{_BLOCK}self_attn.o_proj.weight", dims=f"embed {_Q}"),
+    Rule(target="blocks.attn.out.bias", source=f"{_BLOCK}self_attn.o_proj.bias", dims="embed"),
+    Rule(target="blocks.mlp_norm.weight", source=f"{_BLOCK}post_attention_layernorm.weight", dims="embed"),
+    *_mlp("gate", "gate_up", "mlp embed", block=0),
+    *_mlp("up", "gate_up", "mlp embed", block=1),
+    *_mlp("down", "down", "embed mlp"),
+    Rule(target="norm.weight", source="{body}norm.weight", dims="embed"),
+    Rule(target="head.weight", source="{head}weight", dims="vocab embed"),
+)
+
+_PARTS = ("vision_tower", "vision_model", "visual", "multi_modal_projector")
+LAYOUTS = (
+    Layout(
+        name="transformers",
+        roots={"body": "model.", "head": "lm_head."},
+        other={f"{part}.": part for part in _PARTS},
+    ),
+    Layout(name="transformers, base model", roots={"body": "", "head": "lm_head."}),
+    Layout(
+        name="transformers, multimodal",
+        roots={"body": "model.language_model.", "head": "lm_head."},
+        other={f"model.{part}.": part for part in _PARTS},
+    ),
+    Layout(
+        name="transformers, multimodal, names before 5.0",
+        roots={"body": "language_model.model.", "head": "language_model.lm_head."},
+        other={f"{part}.": part for part in _PARTS},
+    ),
+)
+
+UNUSED = {
+    r".*\.rotary_emb\.(inv_freq|cos_cached|sin_cached)": "rotary tables follow from the config",
+    r".*\.self_attn\.(masked_bias|bias)": "the causal mask is computed",
+    r"(.*\.)?position_ids": "positions are computed",
+}
+
+_TEXT = frozenset({"llama", "mistral", "qwen2", "qwen3", "qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text"})
+# Multimodal types and the type of their text model where the config leaves it out.
+_MULTIMODAL = {
+    "mistral3": "mistral",
+    "llava": "llama",
+    "qwen2_vl": "qwen2_vl_text",
+    "qwen2_5_vl": "qwen2_5_vl_text",
+    "qwen3_vl": "qwen3_vl_text",
+}
+_THETA = {"qwen2_vl_text": 1e6, "qwen2_5_vl_text": 1e6, "qwen3_vl_text": 5e5}  # where a config leaves it out
+_HEAD_DIM = {"qwen3": 128, "qwen3_vl_text": 128}  # the same: not embed / heads
+_KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32, "qwen2_vl_text": 8, "qwen2_5_vl_text": 8, "qwen3_vl_text": 32}
+_WINDOW = {"mistral": 4096}
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "max_position_embeddings",
+)
+_ROPE_TYPES = ("default", "linear", "llama3")
+
+
+def read_config(source: Mapping[str, Any], keys: Collection[str]) -> decoder.Config:
+    """The decoder that a config.json of transformers describes; of a multimodal one, its text model.
+
+    Args:
+        source: the parsed file, with old (`rope_theta`, `rope_scaling`) or new (`rope_parameters`) names.
+        keys: names of the source's tensors: they tell whether a `mistral3` that does not say so ties its embeddings.
+
+    Raises:
+        InputError: fields missing, and everything the decoder does not do, by name, with what it does.
+    """
+    text = _text_config(source)
+    kind = text["model_type"]
+    problems = _unsupported(text, kind) + _quantized(source)
+    problems += [f"{name} is missing" for name in _SIZES if name not in text]
+    fail_if(problems, f"config.json: model_type={kind!r} as given is not one that the decoder family runs")
+    heads = text["num_attention_heads"]
+    window, windowed = _sliding(text, kind)
+    return decoder.Config(
+        vocab=text["vocab_size"],
+        embed=text["hidden_size"],
+        layers=text["num_hidden_layers"],
+        heads=heads,
+        kv_heads=_first(text.get("num_key_value_heads", _KV_HEADS.get(kind)), heads),
+        head_dim=_first(text.get("head_dim"), _HEAD_DIM.get(kind), text["hidden_size"] // heads),
+        mlp=text["intermediate_size"],
+        norm_eps=float(text.get("rms_norm_eps", 1e-6)),
+        rope=_rope(text, kind),
+        qkv_bias=kind.startswith("qwen2") or _flag(text, "attention_bias", kind),
+        out_bias=_flag(text, "attention_bias", kind),
+        mlp_bias=kind == "llama" and bool(text.get("mlp_bias", False)),
+        qk_norm=kind.startswith("qwen3"),
+        tied=_tied(source, text, keys),
+        sliding_window=window,
+        sliding_layers=windowed,
+        max_positions=text["max_position_embeddings"],
+    )
+
+
+def _first(*values: Any) -> Any:
+    return next(value for value in values if value is not None)
+
+
+def _flag(text: Mapping[str, Any], name: str, kind: str) -> bool:
+    """`attention_bias`, which Mistral and Qwen2 do not have."""
+    return (kind == "llama" or kind.startswith("qwen3")) and bool(text.get(name, False))
+
+
+def _text_config(source: Mapping[str, Any]) -> dict[str, Any]:
+    """The text model's part of a config: nested, or (older exports) flat beside `vision_config`."""
+    kind = source.get("model_type")
+    if kind in _TEXT:
+        return dict(source)
+    if kind not in _MULTIMODAL:
+        known = ", ".join(sorted(_TEXT | set(_MULTIMODAL)))
+        fail_if(
+            [f"model_type={kind!r} is not one of those read: {known}"],
+            "config.json: not a model of the decoder family",
+        )
+    nested = source.get("text_config") or {name: value for name, value in source.items() if name != "vision_config"}
+    inner = nested.get("model_type", _MULTIMODAL[kind])
+    inner = _MULTIMODAL.get(inner, inner)
+    fail_if(
+        [] if inner in _TEXT else [f"text_config: model_type={inner!r} is not one of {', '.join(sorted(_TEXT))}"],
+        f"config.json: the text model of this {kind} is not of the decoder family",
+    )
+    return {**nested, "model_type": inner}
+
+
+def _tied(source: Mapping[str, Any], text: Mapping[str, Any], keys: Collection[str]) -> bool:
+    stated = [c["tie_word_embeddings"] for c in (source, text) if c.get("tie_word_embeddings") is not None]
+    if stated:
+        return any(stated)
+    has_head = any(key.endswith("lm_head.weight") for key in keys)
+    return source["model_type"] == "mistral3" and not has_head  # the one type that ties where nothing is said
+
+
+def _unsupported(text: Mapping[str, Any], kind: str) -> list[str]:
+    problems = []
+    if text.get("hidden_act", "silu") not in ("silu", "swish"):
+        problems.append(f"hidden_act={text['hidden_act']!r} is not supported: only silu (swish) is")
+    rope = _rope_fields(text)
+    rope_type = _rope_type(rope, kind)
+    if any(isinstance(value, Mapping) for value in rope.values()):
+        problems.append("rope_parameters differ from layer to layer, which is not supported: only one set for all is")
+    elif rope_type not in _ROPE_TYPES:
+        problems.append(f"rope type {rope_type!r} is not supported: only {', '.join(_ROPE_TYPES)} are")
+    else:
+        wanted = {"linear": ("factor",), "llama3": _LLAMA3}.get(rope_type, ())
+        problems += [f"rope type {rope_type!r}: {name} is missing" for name in wanted if rope.get(name) is None]
+    partial = rope.get("partial_rotary_factor", text.get("partial_rotary_factor", 1.0))
+    if partial != 1.0:
+        problems.append(f"partial_rotary_factor={partial} is not supported: only 1.0 is")
+    other = {*(text.get("layer_types") or ())} - {"full_attention", "sliding_attention"}
+    problems += [
+        f"layer_types: {name!r} is not supported: full_attention and sliding_attention are" for name in sorted(other)
+    ]
+    return problems
+
+
+def _quantized(source: Mapping[str, Any]) -> list[str]:
+    quantization = source.get("quantization_config")
+    if quantization is None:
+        return []
+    method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
+    return [f"quantization_config: {method!r} weights are not supported: use the unquantized export"]
+
+
+_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
+
+def _rope_fields(text: Mapping[str, Any]) -> dict[str, Any]:
+    old = {"rope_theta": text["rope_theta"]} if text.get("rope_theta") is not None else {}
+    return {**old, **(text.get("rope_scaling") or {}), **(text.get("rope_parameters") or {})}
+
+
+def _rope_type(rope: Mapping[str, Any], kind: str) -> str:
+    name = _first(rope.get("rope_type"), rope.get("type"), "default")
+    # For text alone all three position rows of multimodal rotary are equal, which is the ordinary kind.
+    return "default" if name == "mrope" and kind.endswith("_vl_text") else name
+
+
+def _rope(text: Mapping[str, Any], kind: str) -> decoder.Rope:
+    rope = _rope_fields(text)
+    name = _rope_type(rope, kind)
+    theta = float(rope.get("rope_theta", _THETA.get(kind, 1e4)))
+    if name == "linear":
+        return decoder.Rope(theta=theta, kind="linear", factor=float(rope["factor"]))
+    if name == "llama3":
+        return decoder.Rope(
+            theta=theta,
+            kind="llama3",
+            factor=float(rope["factor"]),
+            low_freq_factor=float(rope["low_freq_factor"]),
+            high_freq_factor=float(rope["high_freq_factor"]),
+            original_max_positions=int(rope["original_max_position_embeddings"]),
+        )
+    return decoder.Rope(theta=theta)
+
+
+def _sliding(text: Mapping[str, Any], kind: str) -> tuple[int | None, tuple[bool, ...] | None]:
+    """The window and the layers that have it (None: all of them)."""
+    window = text.get("sliding_window", _WINDOW.get(kind))
+    if kind == "llama" or window is None:
+        return None, None
+    if kind == "mistral":
+        return window, None
+    if not text.get("use_sliding_window", False):
+        return None, None
+    layers = text["num_hidden_layers"]
+    types = text.get("layer_types")
+    first = text.get("max_window_layers", 80 if kind.endswith("_vl_text") else 28)
+    windowed = (
+        tuple(name == "sliding_attention" for name in types) if types else tuple(i >= first for i in range(layers))
+    )
+    if not any(windowed):
+        return None, None
+    return window, None if all(windowed) else windowed
+
+
+FAMILY = FamilyRules(
+    family="decoder",
+    part="language_model",
+    model_types=frozenset(_TEXT | set(_MULTIMODAL)),
+    layouts=LAYOUTS,
+    rules=RULES,
+    ties={"{head}weight": "embed.weight"},
+    unused=UNUSED,
+    read_config=read_config,
+    declare=decoder.declare,
+)

@@ -1,0 +1,480 @@
+"""The check before any weight is read: what each tensor of a source becomes, or every reason why it cannot be.
+
+Only headers are looked at, except for tied tensors, whose equality `check_ties` reads before anything is written.
+"""
+
+import dataclasses
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from shardzoo.checkpoints.grid import SMALL_LEAF, LeafSpec
+from shardzoo.checkpoints.manifest import CARRIED, canonical
+from shardzoo.convert import families, recognise
+from shardzoo.convert.families import FamilyRules, Layout
+from shardzoo.convert.rules import Expected, Piece, expand, expected, gaps, unit
+from shardzoo.convert.source import Source, TensorInfo, row_blocks
+from shardzoo.errors import InputError, fail_if
+from shardzoo.zoo import layout as zoo_layout
+from shardzoo.zoo.families import config_to_json
+from shardzoo.zoo.layout import Param
+
+DTYPES: Mapping[str, np.dtype] = {
+    name: np.dtype(kind)
+    for kind, names in {
+        ml_dtypes.bfloat16: ("bf16", "bfloat16"),
+        np.float16: ("f16", "fp16", "float16"),
+        np.float32: ("f32", "fp32", "float32"),
+        ml_dtypes.float8_e4m3fn: ("float8_e4m3fn",),
+        ml_dtypes.float8_e5m2: ("float8_e5m2",),
+    }.items()
+    for name in names
+}
+_FLOATS = frozenset(
+    np.dtype(kind)
+    for kind in (
+        np.float16,
+        np.float32,
+        np.float64,
+        ml_dtypes.bfloat16,
+        ml_dtypes.float8_e4m3fn,
+        ml_dtypes.float8_e4m3fnuz,
+        ml_dtypes.float8_e5m2,
+        ml_dtypes.float8_e5m2fnuz,
+    )
+)
+_NUMBER = re.compile(r"(?<![^.])\d+(?=\.)")
+_TIE_BLOCK = 8 << 20
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LeafPlan:
+    """One array to be written, and the pieces it is made of; `dtype` is that of the source's tensors."""
+
+    spec: LeafSpec
+    unit: tuple[int, ...]
+    dtype: np.dtype
+    pieces: tuple[Piece, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a conversion does; made from headers alone.
+
+    Attributes:
+        family, config, declared: the model, as the zoo knows it.
+        layout, prefix: how the source names its tensors; what was taken off all its keys.
+        leaves: path -> what is written there; tensors that are only carried are at "carried/<key>".
+        aliases: key -> key whose equal values are stored (tied weights).
+        carried: key -> why a tensor that the model does not run is stored.
+        skipped: key -> why a tensor is not stored.
+        cast: dtype that floating-point parameters are cast to, or None.
+        tensors: the source's tensors.
+        notes: remarks for the user.
+    """
+
+    family: str
+    config: Any
+    declared: Any
+    layout: str
+    prefix: str
+    leaves: Mapping[str, LeafPlan]
+    aliases: Mapping[str, str]
+    carried: Mapping[str, str]
+    skipped: Mapping[str, str]
+    cast: np.dtype | None
+    tensors: Mapping[str, TensorInfo]
+    notes: tuple[str, ...]
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of the tensors that are stored."""
+        kept = (info for key, info in self.tensors.items() if key not in self.skipped and key not in self.aliases)
+        return sum(info.nbytes for info in kept)
+
+    @property
+    def bytes_written(self) -> int:
+        """Bytes of the values written, without checksums and metadata."""
+        return sum(leaf.spec.nbytes for leaf in self.leaves.values())
+
+    def digest(self) -> str:
+        """Hex SHA-256 of everything that decides what is written; two runs with equal digests write the same."""
+        content = {
+            "family": self.family,
+            "config": config_to_json(self.config),
+            "layout": [self.layout, self.prefix],
+            "leaves": {path: _leaf_json(leaf) for path, leaf in self.leaves.items()},
+            "other": [dict(self.aliases), dict(self.carried), dict(self.skipped)],
+        }
+        return hashlib.sha256(canonical(content)).hexdigest()
+
+
+def _leaf_json(leaf: LeafPlan) -> list[Any]:
+    spec = leaf.spec
+    pieces = [dataclasses.astuple(piece) for piece in leaf.pieces]
+    return [spec.dims, spec.shape, spec.dtype.name, leaf.dtype.name, leaf.unit, pieces]
+
+
+def parse_dtype(name: str | np.dtype | None) -> np.dtype | None:
+    """The dtype to cast to, from the names that users write.
+
+    Raises:
+        InputError: not a floating-point dtype that is cast to; the message lists those that are.
+    """
+    if name is None or name in DTYPES.values():
+        return None if name is None else np.dtype(name)
+    if str(name).lower() not in DTYPES:
+        raise InputError(f"dtype={str(name)!r} is not one to cast to: use one of {', '.join(DTYPES)}, or leave it out")
+    return DTYPES[str(name).lower()]
+
+
+def make_plan(
+    source: Source,
+    *,
+    family: str | None = None,
+    component: str | None = None,
+    dtype: str | np.dtype | None = None,
+    config: str | Path | None = None,
+    prefix: str | None = None,
+) -> Plan:
+    """Matches every tensor of `source` with the rules of its family.
+
+    Args:
+        source: an opened source; only its headers are used.
+        family: name of the family, where the config does not tell.
+        component: part of a multimodal source to convert; its other parts are left out instead of carried along.
+        dtype: what floating-point parameters are cast to; by default every tensor keeps its bits.
+        config: a config.json to use instead of the one beside the weights.
+        prefix: what to take off the front of every key.
+
+    Raises:
+        InputError: everything that does not fit, in one message, with what the source looks like instead.
+    """
+    cast = parse_dtype(dtype)
+    hf = _config_of(source, config)
+    rules = _find_rules(source, hf, family)
+    try:
+        zoo_config = rules.read_config(hf, source.tensors)
+        declared = rules.declare(zoo_config)
+    except InputError as error:
+        raise InputError(f"{source.root}: {error}\n  its tensors look like: {_looks(source)}") from None
+    params = zoo_layout.named(declared)
+    layout, found_prefix = _find_layout(source, rules, params, prefix)
+    return _match(source, rules, zoo_config, declared, layout, found_prefix, component, cast)
+
+
+def _looks(source: Source) -> str:
+    return recognise.looks_like(source.tensors)
+
+
+def _config_of(source: Source, config: str | Path | None) -> Mapping[str, Any]:
+    if config is None:
+        if source.config is None:
+            raise InputError(
+                f"{source.root}: there is no config.json beside the weights, which look like: {_looks(source)}:"
+                " put it there, or name one by config= (--config)"
+            )
+        return source.config
+    try:
+        loaded = json.loads(Path(config).read_bytes())
+    except OSError as error:
+        raise InputError(f"{config}: cannot be read ({error.strerror}): give the path of a config.json") from None
+    except ValueError as error:
+        raise InputError(f"{config}: is not valid JSON ({error}): give the path of a config.json") from None
+    if not isinstance(loaded, dict):
+        raise InputError(f"{config}: holds a {type(loaded).__name__} where an object is expected")
+    return loaded
+
+
+def _find_rules(source: Source, hf: Mapping[str, Any], family: str | None) -> FamilyRules:
+    known = {name: families.rules_of(name) for name in families.FAMILIES}
+    if family is not None:
+        if family not in known:
+            raise InputError(f"family={family!r} is not one that is converted: use one of {', '.join(known)}")
+        return known[family]
+    kind = hf.get("model_type", hf.get("_class_name"))
+    for rules in known.values():
+        if kind in rules.model_types:
+            return rules
+    listed = "; ".join(f"{name} ({', '.join(sorted(rules.model_types))})" for name, rules in known.items())
+    raise InputError(
+        f"{source.root}: no family of this zoo reads it: its config says {kind!r}, its tensors look like:"
+        f" {_looks(source)}.\n  families and what they read: {listed}"
+    )
+
+
+def _find_layout(
+    source: Source, rules: FamilyRules, params: Mapping[str, Param], prefix: str | None
+) -> tuple[Layout, str]:
+    """The layout, and the prefix on all keys, under which most tensors are known."""
+    shared = recognise.common_prefixes(source.tensors)
+    if prefix and prefix not in (p for s in shared for p in (s, s.rstrip("."))):
+        raise InputError(
+            f"{source.root}: prefix={prefix!r} is not on all keys: those all share {shared[-1]!r}: leave it out"
+        )
+    prefixes = shared if prefix is None else [prefix.rstrip(".") + "." if prefix else ""]
+    keys = set(source.tensors)
+    best: tuple[int, Layout, str] | None = None
+    for candidate in prefixes:
+        for layout in rules.layouts:
+            known = sum(candidate + key in keys for key in expected(rules.rules, params, layout.roots))
+            if known and (best is None or known > best[0]):
+                best = known, layout, candidate
+    if best is None:
+        raise InputError(
+            f"{source.root}: none of its {len(keys)} tensors has a name of family {rules.family}; they look like:"
+            f" {_looks(source)}"
+        )
+    _, layout, found = best
+    if found and prefix is None and not recognise.is_wrapper(found):
+        raise InputError(
+            f"{source.root}: all keys start with {found!r}; without it they are of family {rules.family} in layout"
+            f" {layout.name!r}: pass prefix={found!r} (--prefix {found}) to take it off"
+        )
+    return layout, found
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sorting:
+    """Where each tensor goes: to leaves (`wanted`), or aside."""
+
+    wanted: dict[str, Expected]
+    aliases: dict[str, str]
+    carried: dict[str, str]
+    skipped: dict[str, str]
+    extra: list[str]
+
+
+def _sort(
+    source: Source,
+    rules: FamilyRules,
+    params: Mapping[str, Param],
+    layout: Layout,
+    prefix: str,
+    component: str | None,
+) -> _Sorting:
+    wanted = {prefix + key: value for key, value in expected(rules.rules, params, layout.roots).items()}
+    of_leaf = {rule.target: prefix + rule.source.format(layer="", **layout.roots) for rule in rules.rules}
+    ties = {prefix + key.format(**layout.roots): of_leaf[leaf] for key, leaf in rules.ties.items()}
+    sorting = _Sorting(wanted, {}, {}, {}, [])
+    for key in source.tensors:
+        part = next((p for start, p in layout.other.items() if key.startswith(prefix + start)), None)
+        unused = next((why for pattern, why in rules.unused.items() if re.fullmatch(pattern, key)), None)
+        if key in wanted:
+            continue
+        if key in ties and ties[key] in wanted:
+            sorting.aliases[key] = ties[key]
+        elif part is not None and component is None:
+            sorting.carried[key] = f"part {part!r} is not run by family {rules.family}"
+        elif part is not None:
+            sorting.skipped[key] = f"part {part!r} was left out: component={component!r}"
+        elif unused is not None:
+            sorting.carried[key] = unused
+        else:
+            sorting.extra.append(key)
+    return sorting
+
+
+def _match(
+    source: Source,
+    rules: FamilyRules,
+    config: Any,
+    declared: Any,
+    layout: Layout,
+    prefix: str,
+    component: str | None,
+    cast: np.dtype | None,
+) -> Plan:
+    params = zoo_layout.named(declared)
+    if component not in (None, rules.part):
+        raise InputError(
+            f"component={component!r} is not one that family {rules.family} runs: use {rules.part!r}, or leave it out"
+        )
+    sorting = _sort(source, rules, params, layout, prefix, component)
+    pieces = [dataclasses.replace(p, source=prefix + p.source) for p in expand(rules.rules, params, layout.roots)]
+    wrong = gaps(pieces, params)
+    if wrong:
+        raise ValueError(f"rules of family {rules.family}: " + "; ".join(wrong))
+    by_leaf: dict[str, list[Piece]] = {path: [] for path in params}
+    for piece in pieces:
+        by_leaf[piece.target].append(piece)
+    problems = _misfits(source, sorting, config) + _dtype_problems(source, by_leaf, cast)
+    title = f"{source.root}: does not fit family {rules.family} in layout {layout.name!r}"
+    fail_if(problems + _advice(source, sorting, params, layout, prefix), title) if problems else None
+    leaves = {path: _leaf_plan(source, params[path], by_leaf[path], cast) for path in params}
+    leaves |= {f"{CARRIED}/{key}": _carried_plan(source.tensors[key]) for key in sorting.carried}
+    return Plan(
+        family=rules.family,
+        config=config,
+        declared=declared,
+        layout=layout.name,
+        prefix=prefix,
+        leaves=leaves,
+        aliases=sorting.aliases,
+        carried=sorting.carried,
+        skipped=sorting.skipped,
+        cast=cast,
+        tensors=source.tensors,
+        notes=(*source.notes, *_remarks(sorting, prefix)),
+    )
+
+
+def _remarks(sorting: _Sorting, prefix: str) -> list[str]:
+    notes = [f"all keys start with {prefix!r}, which was taken off"] if prefix else []
+    for verb, table in (("stored but not run", sorting.carried), ("left out", sorting.skipped)):
+        reasons = dict.fromkeys(table.values())
+        notes += [f"{sum(r == why for r in table.values())} tensors {verb}: {why}" for why in reasons]
+    return notes + [f"{key} is tied to {of} and stored once" for key, of in sorting.aliases.items()]
+
+
+def _leaf_plan(source: Source, param: Param, pieces: list[Piece], cast: np.dtype | None) -> LeafPlan:
+    dtype = source.tensors[pieces[0].source].dtype
+    spec = LeafSpec(
+        dims=param.names,
+        shape=param.shape,
+        dtype=cast or dtype,
+        split={dim: zoo_layout._axes(axes) for dim, axes in param.split.items()},
+    )
+    # Small leaves are one file, put together in memory; a file of a large one belongs to one piece.
+    limit = param.shape if spec.nbytes <= SMALL_LEAF else unit(pieces, param.shape)
+    return LeafPlan(spec=spec, unit=limit, dtype=dtype, pieces=tuple(pieces))
+
+
+def _carried_plan(info: TensorInfo) -> LeafPlan:
+    dims = tuple(f"d{i}" for i in range(len(info.shape)))
+    whole = tuple((0, size) for size in info.shape)
+    return LeafPlan(
+        spec=LeafSpec(dims=dims, shape=info.shape, dtype=info.dtype),
+        unit=info.shape,
+        dtype=info.dtype,
+        pieces=(Piece(f"{CARRIED}/{info.key}", whole, info.key, whole),),
+    )
+
+
+def _misfits(source: Source, sorting: _Sorting, config: Any) -> list[str]:
+    missing = {
+        key: f"missing, of shape {want.made_of}" for key, want in sorting.wanted.items() if key not in source.tensors
+    }
+    extra = {key: f"not known, of shape {source.tensors[key].shape}" for key in sorting.extra}
+    shapes = {
+        key: f"shape {source.tensors[key].shape}, expected {want.shape} = {want.made_of}"
+        for key, want in sorting.wanted.items()
+        if key in source.tensors and source.tensors[key].shape != want.shape
+    }
+    ties = {
+        key: f"shape {source.tensors[key].shape} or dtype differs from {of}, to which the config ties it"
+        for key, of in sorting.aliases.items()
+        if of in source.tensors and _kind(source.tensors[key]) != _kind(source.tensors[of])
+    }
+    return [line for table in (missing, shapes, ties, extra) for line in grouped(table)]
+
+
+def _kind(info: TensorInfo) -> tuple[Any, ...]:
+    return info.shape, info.dtype
+
+
+def grouped(problems: Mapping[str, str]) -> list[str]:
+    """One line for each kind of key and problem: keys that differ in their first number share a line."""
+    lines: dict[tuple[str, str, str], list[int]] = {}
+    for key, problem in problems.items():
+        match = _NUMBER.search(key)
+        before, after = (key[: match.start()], key[match.end() :]) if match else (key, "")
+        lines.setdefault((before, after, problem), []).extend([int(match.group())] if match else [])
+    return [f"{before}{_ranges(numbers)}{after}: {problem}" for (before, after, problem), numbers in lines.items()]
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    text = ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+    return text if not runs or text.isdigit() else f"{{{text}}}"
+
+
+def _dtype_problems(source: Source, by_leaf: Mapping[str, list[Piece]], cast: np.dtype | None) -> list[str]:
+    problems: dict[str, str] = {}
+    mixed = []
+    for path, pieces in by_leaf.items():
+        found = {p.source: source.tensors[p.source].dtype for p in pieces if p.source in source.tensors}
+        problems |= {
+            key: f"dtype {dtype.name} is not floating point of 8 or more bits"
+            for key, dtype in found.items()
+            if dtype not in _FLOATS
+        }
+        kinds = sorted({dtype.name for dtype in found.values() if dtype in _FLOATS})
+        if len(kinds) > 1 and cast is None:
+            rare = min(kinds, key=lambda name: sum(dtype.name == name for dtype in found.values()))
+            few = grouped({key: f"dtype {rare}" for key, dtype in found.items() if dtype.name == rare})
+            mixed.append(
+                f"{path}: its tensors have the dtypes {' and '.join(kinds)} ({'; '.join(few)}): pass dtype= (--dtype)"
+            )
+    return grouped(problems) + mixed
+
+
+def _advice(source: Source, sorting: _Sorting, params: Mapping[str, Param], layout: Layout, prefix: str) -> list[str]:
+    """What the misfits together suggest."""
+    lines = []
+    here = {int(n) for key in source.tensors if (n := _layer(key, prefix + layout.roots.get("body", ""))) is not None}
+    layers = next((p.size(zoo_layout.LAYER) for p in params.values() if zoo_layout.LAYER in p.names), None)
+    if here and layers and max(here) + 1 != layers:
+        lines.append(f"the file has layers 0 to {max(here)}, the config says {layers}: they are of different models")
+    head = prefix + layout.roots.get("head", "") + "weight"
+    if head in sorting.wanted and head not in source.tensors:
+        lines.append(
+            f"{head}: the config does not tie it to the embedding, so it must be there:"
+            ' the file is of a base model, or "tie_word_embeddings": true is missing in its config.json'
+        )
+    looks = _looks(source)
+    if sorting.extra:
+        lines.append(f"its tensors look like: {looks}")
+    return lines
+
+
+def _layer(key: str, body: str) -> str | None:
+    match = re.match(re.escape(body) + r"layers\.(\d+)\.", key)
+    return match.group(1) if match else None
+
+
+def check_ties(source: Source, plan: Plan) -> None:
+    """Reads the tensors that the config ties and compares their bits.
+
+    Raises:
+        InputError: two differ; the message names them and the first row that differs.
+    """
+    problems = []
+    for key, of in plan.aliases.items():
+        if source.tensors[key].memory == source.tensors[of].memory:
+            continue
+        row = _first_difference(source, key, of)
+        if row is not None:
+            problems.append(
+                f"{key}: differs from {of} in row {row}, but the config ties them (tie_word_embeddings):"
+                ' set "tie_word_embeddings": false in config.json if both were trained'
+            )
+    fail_if(problems, f"{source.root}: tied tensors are not equal")
+
+
+def _first_difference(source: Source, key: str, of: str) -> int | None:
+    info = source.tensors[key]
+    for rows in row_blocks(info, _TIE_BLOCK):
+        one, other = (source.read(k, rows).reshape(-1).view(np.uint8) for k in (key, of))
+        if not np.array_equal(one, other):
+            first = int(np.argmax(one != other))
+            start = 0 if rows is None else rows.start
+            return (
+                start + first * (info.shape[0] if info.shape else 1) // info.nbytes
+                if rows is None
+                else (start + first // (one.size // (rows.stop - rows.start)))
+            )
+        source.release(key, rows)
+        source.release(of, rows)
+    return None

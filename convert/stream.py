@@ -1,0 +1,276 @@
+"""Moves the values of a planned conversion from its source files to a checkpoint, in bounded memory.
+
+Each source file is read once, front to back, by one thread, which also takes the file's SHA-256; each block of a leaf
+is written once, by a second set of threads. What is in flight at any time stays within a budget of bytes.
+"""
+
+import concurrent.futures
+import hashlib
+import itertools
+import os
+import threading
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from shardzoo.checkpoints.grid import Grid
+from shardzoo.checkpoints.store import Budget
+from shardzoo.checkpoints.writer import CheckpointWriter
+from shardzoo.convert.plan import LeafPlan, Plan
+from shardzoo.convert.rules import Part, Piece, Ranges, part
+from shardzoo.convert.source import Source, TensorInfo
+from shardzoo.errors import InputError
+from shardzoo.progress import Progress
+
+HASH_BLOCK = 8 << 20
+COPIES = 2  # a block in flight is held as mapped source pages and as the encoded file
+
+
+class Stopped(Exception):
+    """Another thread failed, or the user interrupted: leave quietly."""
+
+
+class FileDigest:
+    """SHA-256 of a file whose parts come by in rising order; what does not come by is read for it."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._fd = os.open(path, os.O_RDONLY)
+        self._sha256 = hashlib.sha256()
+        self._at = 0
+
+    def feed(self, start: int, data: memoryview | np.ndarray) -> None:
+        """Takes the bytes of the file from `start` on; the ones already taken are passed over."""
+        stop = start + len(data)
+        if stop > self._at:
+            self.skip_to(start)
+            self._sha256.update(data[self._at - start :])
+            self._at = stop
+
+    def skip_to(self, offset: int) -> None:
+        """Reads up to `offset` itself."""
+        while self._at < offset:
+            data = os.pread(self._fd, min(HASH_BLOCK, offset - self._at), self._at)
+            if not data:
+                raise InputError(f"{self._path}: ends at byte {self._at}: the file changed while being read")
+            self._sha256.update(data)
+            self._at += len(data)
+
+    def hexdigest(self, size: int) -> str:
+        self.skip_to(size)
+        return self._sha256.hexdigest()
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+def blocks_of(ranges: Ranges, grid: Grid) -> Iterator[Ranges]:
+    """The blocks (whole files) of a leaf that share elements with `ranges`, in C order."""
+    counts = [range(a // o, -(-b // o)) for (a, b), o in zip(ranges, grid.outer, strict=True)]
+    for index in itertools.product(*counts):
+        yield tuple((s.start, s.stop) for s in grid.block(index))
+
+
+def source_offset(info: TensorInfo) -> int | None:
+    """Where in its file the tensor's bytes stand as they are read, or None if they are gathered or unpacked."""
+    return info.offset
+
+
+def take(source: Source, piece: Piece, share: Part) -> tuple[slice | None, np.ndarray, np.ndarray]:
+    """The rows read for a share of a piece: their range, the rows whole, and the values in the shape of the leaf."""
+    rows = slice(*share.rows) if source.tensors[piece.source].shape else None
+    whole = source.read(piece.source, rows)
+    columns = (slice(None), *(slice(a, b) for a, b in share.columns)) if rows else ()
+    flat = whole[columns].reshape(-1)
+    count = int(np.prod(share.cover, dtype=np.int64))
+    return rows, whole, flat[share.first : share.first + count].reshape(share.cover)[share.cut]
+
+
+class Stream:
+    """One run of a conversion.
+
+    Args:
+        source, plan, writer: where values come from, what becomes of them, where they go.
+        budget: bytes in flight.
+        progress: told of each block written.
+    """
+
+    def __init__(self, source: Source, plan: Plan, writer: CheckpointWriter, *, budget: int, progress: Progress | None):
+        self._source, self._plan, self._writer = source, plan, writer
+        self._budget = Budget(budget)
+        self._progress = progress
+        self._done = 0
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._halves: dict[tuple[str, Ranges], tuple[np.ndarray, list[int]]] = {}
+        self._left = {path: _count(leaf, writer.grid(path)) for path, leaf in plan.leaves.items()}
+        self._by_key: dict[str, list[Piece]] = {}
+        for leaf in plan.leaves.values():
+            for piece in leaf.pieces:
+                self._by_key.setdefault(piece.source, []).append(piece)
+        self.digests: dict[int, str] = {}
+        self.resumed = 0
+
+    def run(self) -> None:
+        """Writes every block and finishes every leaf; `digests` then holds the SHA-256 of each source file.
+
+        Raises:
+            InputError: a source file changed or cannot be read, the storage is full or failed, a cast overflows.
+        """
+        cpus = max(2, os.cpu_count() or 2)
+        readers = concurrent.futures.ThreadPoolExecutor(min(len(self._source.files), cpus), "read")
+        self._writers = concurrent.futures.ThreadPoolExecutor(min(cpus, 8), "write")
+        self._failures: list[BaseException] = []
+        jobs: list[concurrent.futures.Future] = []
+        try:
+            for path, count in self._left.items():
+                if count == 0 and path not in self._writer.done:
+                    self._finish(path)
+            jobs += [readers.submit(self._guarded, self._read_file, i) for i in range(len(self._source.files))]
+            concurrent.futures.wait(jobs)
+        finally:
+            # On an interrupt the threads must be gone before the writer is.
+            if not all(job.done() for job in jobs):
+                self._stop.set()
+            readers.shutdown(cancel_futures=True)
+            self._writers.shutdown()
+        if self._failures:
+            raise self._failures[0]
+
+    def _guarded(self, work, *args) -> None:
+        """Runs `work` in a thread; the first failure stops all threads."""
+        try:
+            if not self._stop.is_set():
+                work(*args)
+        except Stopped:
+            pass
+        except BaseException as error:
+            self._failures.append(error)
+            self._stop.set()
+
+    def _read_file(self, number: int) -> None:
+        file = self._source.files[number]
+        keys = [key for key, info in self._source.tensors.items() if info.file == number]
+        keys.sort(key=lambda key: source_offset(self._source.tensors[key]) or 0)
+        known = self._writer.notes.get(f"sha256 {file.path}")
+        digest = FileDigest(self._source.path_of(number)) if known is None else None
+        try:
+            for key in keys:
+                for piece in self._by_key.get(key, ()):
+                    self._read_piece(piece, digest)
+            self.digests[number] = digest.hexdigest(file.size) if digest else str(known)
+        finally:
+            if digest:
+                digest.close()
+        if known is None:
+            self._writer.note(f"sha256 {file.path}", self.digests[number])
+
+    def _read_piece(self, piece: Piece, digest: FileDigest | None) -> None:
+        grid = self._writer.grid(piece.target)
+        for block in blocks_of(piece.at, grid):
+            if self._stop.is_set():
+                raise Stopped
+            share = part(piece, block)
+            if share is None:
+                continue
+            if self._writer.has(piece.target, _slices(block)):
+                self._count(piece, share.at, resumed=True)
+                continue
+            self._read_share(piece, block, share, digest)
+
+    def _read_share(self, piece: Piece, block: Ranges, share: Part, digest: FileDigest | None) -> None:
+        info = self._source.tensors[piece.source]
+        rows, whole, values = take(self._source, piece, share)
+        cost = self._budget.take(COPIES * whole.nbytes)
+
+        def release() -> None:
+            self._source.release(piece.source, rows)
+            self._budget.give(cost)
+
+        offset = source_offset(info)
+        if digest and offset is not None and whole.size:
+            start = offset + (rows.start if rows else 0) * (info.nbytes // max(1, info.shape[0] if info.shape else 1))
+            digest.feed(start, whole.reshape(-1).view(np.uint8))
+        self._writers.submit(self._guarded, self._write_share, piece, block, share, values, release)
+
+    def _write_share(self, piece: Piece, block: Ranges, share: Part, values: np.ndarray, release) -> None:
+        try:
+            values = self._cast(piece, values)
+            if share.at != block:
+                values = self._assemble(piece.target, block, share, values)
+            if values is not None:
+                held, release = release, lambda: None
+                self._writer.write(piece.target, _slices(block), values, done=held)
+        finally:
+            release()
+        self._count(piece, share.at, resumed=False)
+
+    def _cast(self, piece: Piece, values: np.ndarray) -> np.ndarray:
+        dtype = self._plan.leaves[piece.target].spec.dtype
+        if values.dtype == dtype:
+            return values
+        with np.errstate(over="ignore"):
+            made = values.astype(dtype)
+        lost = ~np.isfinite(made.astype(np.float32)) & np.isfinite(values.astype(np.float32))
+        if lost.any():
+            raise InputError(
+                f"{piece.source}: {int(lost.sum())} values do not fit dtype={dtype.name}, the first is"
+                f" {float(values[lost][0]):g}: cast to bfloat16 or float32, or keep {values.dtype.name}"
+            )
+        return made
+
+    def _assemble(self, path: str, block: Ranges, share: Part, values: np.ndarray) -> np.ndarray | None:
+        """Puts a share into its block and returns the block once it is whole."""
+        shape = [stop - start for start, stop in block]
+        place = tuple(slice(a - o, b - o) for (a, b), (o, _) in zip(share.at, block, strict=True))
+        with self._lock:
+            array, left = self._halves.setdefault((path, block), (np.empty(shape, values.dtype), [int(np.prod(shape))]))
+            array[place] = values
+            left[0] -= values.size
+            if left[0]:
+                return None
+            del self._halves[path, block]
+        return array
+
+    def _count(self, piece: Piece, ranges: Ranges, *, resumed: bool) -> None:
+        """Notes that a share is stored; the last one finishes its leaf."""
+        path = piece.target
+        elements = int(np.prod([b - a for a, b in ranges], dtype=np.int64))
+        nbytes = elements * self._plan.leaves[path].spec.dtype.itemsize
+        with self._lock:
+            self._left[path] -= elements
+            self._done += nbytes
+            self.resumed += nbytes if resumed else 0
+            done, last = self._done, self._left[path] == 0
+        if last and path not in self._writer.done:
+            self._finish(path)
+        if self._progress:
+            self._progress(done, self._plan.bytes_written, piece.source)
+
+    def _finish(self, path: str) -> None:
+        self._writer.finish_leaf(path, provenance(self._source, self._plan.leaves[path]))
+
+
+def _count(leaf: LeafPlan, grid: Grid) -> int:
+    return int(np.prod(grid.shape, dtype=np.int64))
+
+
+def _slices(ranges: Ranges) -> tuple[slice, ...]:
+    return tuple(slice(a, b) for a, b in ranges)
+
+
+def provenance(source: Source, leaf: LeafPlan) -> list[dict]:
+    """The manifest's record of a leaf's pieces: all that export and verify need to run them backwards."""
+    records: Iterable[tuple[Piece, TensorInfo]] = ((p, source.tensors[p.source]) for p in leaf.pieces)
+    return [
+        {
+            "file": info.file,
+            "key": piece.source,
+            "shape": list(info.shape),
+            "dtype": info.dtype.name,
+            "at": [list(r) for r in piece.at],
+            "take": [list(r) for r in piece.take],
+        }
+        for piece, info in records
+    ]
