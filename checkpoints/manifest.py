@@ -19,7 +19,8 @@ from shardzoo.errors import fail_if
 
 FORMAT = "shardzoo"
 VERSION = 1
-PARAMS, CARRIED, MANIFEST, ASSETS = "params", "carried", "manifest", "assets"
+PARAMS, CARRIED, MANIFEST = "params", "carried", "manifest"
+ASSETS = "manifest/assets"  # inside an item, for Orbax takes every folder at the top for an item
 KINDS = ("safetensors", "pt-zip", "pt-legacy", "live")
 INTEGERS = ("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "int2", "int4")
 FLOATS = ("float16", "bfloat16", "float32", "float64", "complex64", "float4_e2m1fn", "float8_e8m0fnu")
