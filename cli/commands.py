@@ -179,6 +179,8 @@ def generate(
     declared = targets.stored_declaration(found.manifest)
     if found.manifest.header.family != "decoder":
         raise InputError(f"{checkpoint}: generate runs language models, and this is {found.manifest.header.family!r}")
+    if dtype is not None and dtype.itemsize < 2:
+        raise InputError(f"generate: dtype={dtype.name} is for storage: run in float32, bfloat16 or float16")
     layout.audit(declared, degrees)
     text = chat.read_text_assets(found.assets, str(checkpoint))
     ids = [text.encode(one) if raw else text.encode_chat(one, system) for one in texts]

@@ -13,7 +13,6 @@ import typer
 from shardzoo.errors import InputError
 
 DEGREES = ("data", "pipe", "context", "tensor")
-DTYPES = {"float32": ("fp32", "f32"), "bfloat16": ("bf16",), "float16": ("fp16", "f16")}
 UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
 
@@ -38,12 +37,13 @@ def parse_mesh(text: str) -> Any:
 
 def parse_dtype(text: str) -> np.dtype:
     """A floating-point dtype by its name or a usual short form of it."""
-    import ml_dtypes  # noqa: F401  (gives numpy the name bfloat16)
+    from shardzoo.convert import plan
 
-    for name, short in DTYPES.items():
-        if text.lower() in (name, *short):
-            return np.dtype(name)
-    raise typer.BadParameter(f"{text!r} is not a dtype to convert to: use {', '.join(DTYPES)}")
+    try:
+        dtype = plan.parse_dtype(text)
+    except InputError as error:
+        raise typer.BadParameter(str(error)) from error
+    return np.dtype(dtype)
 
 
 def parse_bytes(text: str) -> int:
