@@ -63,9 +63,7 @@ def _run(plan: Plan, options: Options, step: str, *arrays: Array | Extras) -> tu
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(
-    plan: Plan, options: Options, q: Array, k: Array, v: Array, extras: Extras
-) -> tuple[Array, Array]:
+def _attend(plan: Plan, options: Options, q: Array, k: Array, v: Array, extras: Extras) -> tuple[Array, Array]:
     return _run(plan, options, "forward", q, k, v, extras)
 
 

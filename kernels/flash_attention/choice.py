@@ -91,7 +91,5 @@ def named_plan(name: str, q: Array, k: Array, v: Array, extras: Extras, options:
     if reason is not None:
         others = [n for n in IMPLEMENTATIONS if n != name and refusal(n, q, k, v, extras, options) is None]
         takers = " or ".join(f"implementation={n!r}" for n in others)
-        raise InputError(
-            f"flash_attention: implementation={name!r} cannot take this call ({reason}): use {takers}"
-        )
+        raise InputError(f"flash_attention: implementation={name!r} cannot take this call ({reason}): use {takers}")
     return (("default", name),)

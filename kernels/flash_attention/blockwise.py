@@ -1,0 +1,321 @@
+"""Attention tile by tile in plain XLA operations: every platform, every option, memory linear in the length.
+
+A loop over (rows of the batch, KV heads), inside it one over query tiles, inside that one over the key tiles
+that the query tile sees anything of. The forward pass keeps a running maximum and sum per query; the
+backward pass computes the weights again from the log-sum-exp and adds up dk, dv (and dbias) tile by tile.
+Everything is in `accumulator(q.dtype)`.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from shardzoo.kernels.flash_attention.options import Extras, Options, Sizes, accumulator, sizes, varying_like
+from shardzoo.kernels.flash_attention.tiles import (
+    Index,
+    Tiles,
+    count,
+    live_range,
+    logits_at_once,
+    start,
+    tile_mask,
+    tile_sizes,
+)
+
+
+def supports(
+    q: Array | jax.ShapeDtypeStruct,
+    k: Array | jax.ShapeDtypeStruct,
+    v: Array | jax.ShapeDtypeStruct,
+    extras: Extras,
+    options: Options,
+) -> str | None:
+    """Takes every call."""
+    return None
+
+
+class _Call(NamedTuple):
+    """The arrays and how they are cut. q (batch, q_len, kv_heads, group, head_dim), k, v (batch, kv_len, kv_heads,
+    head_dim), bias (1 or batch, 1 or kv_heads, 1 or group, q_len, kv_len)."""
+
+    q: Array
+    k: Array
+    v: Array
+    bias: Array | None
+    extras: Extras
+    options: Options
+    size: Sizes
+    tiles: Tiles
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return accumulator(self.q.dtype)
+
+
+class _Step(NamedTuple):
+    """Where a step is: first row of the batch, first KV head, index of the query tile."""
+
+    row: Index
+    head: Index
+    q_index: Index
+
+
+def _call(q: Array, k: Array, v: Array, extras: Extras, options: Options) -> _Call:
+    size = sizes(q, k)
+    grouped = q.reshape(size.batch, size.q_len, size.kv_heads, size.group, size.head_dim)
+    bias = extras.bias
+    if bias is not None:
+        heads = (1, 1) if bias.shape[1] == 1 else (size.kv_heads, size.group)
+        bias = bias.reshape(bias.shape[0], *heads, size.q_len, size.kv_len)
+    return _Call(grouped, k, v, bias, extras, options, size, tile_sizes(size, logits_at_once()))
+
+
+def _loop(first: Index, last: Index, body: Callable, carry):
+    """`lax.fori_loop`, without a loop where there is only one turn."""
+    if isinstance(first, int) and isinstance(last, int) and last - first == 1:
+        return body(first, carry)
+    return lax.fori_loop(first, last, body, carry)
+
+
+def _for_each_head(call: _Call, body: Callable[[Index, Index, object], object], carry):
+    """Runs body(row, head, carry) over all chunks of the batch and of the KV heads."""
+    rows, heads = call.tiles.batch, call.tiles.kv_heads
+    per_row = call.size.kv_heads // heads
+
+    def turn(n: Index, carry):
+        return body(n // per_row * rows, n % per_row * heads, carry)
+
+    return _loop(0, call.size.batch // rows * per_row, turn, carry)
+
+
+def _corner(array: Array, step: _Step, call: _Call, head_dim_at: int, length_at: int, first: Index) -> tuple:
+    """The start indices of a slice of `array` at the step's row and head; dims of size 1 are shared by all."""
+    corner = [0] * array.ndim
+    corner[0] = step.row if array.shape[0] > 1 else 0
+    corner[head_dim_at] = step.head if array.shape[head_dim_at] > 1 else 0
+    corner[length_at] = first
+    return tuple(corner)
+
+
+def _q_tile(call: _Call, x: Array, step: _Step) -> Float[Array, "rows kv_heads group_q head_dim"]:
+    """The step's queries of x (laid out as call.q), in the accumulator's dtype, a group's queries one after another."""
+    tiles, size = call.tiles, call.size
+    shape = (tiles.batch, tiles.q, tiles.kv_heads, size.group, size.head_dim)
+    first = start(step.q_index, size.q_len, tiles.q)
+    x = lax.dynamic_slice(x, _corner(x, step, call, 2, 1, first), shape).astype(call.dtype)
+    return x.transpose(0, 2, 3, 1, 4).reshape(tiles.batch, tiles.kv_heads, size.group * tiles.q, size.head_dim)
+
+
+def _put_q_tile(call: _Call, into: Array, step: _Step, x: Array, *, add: bool) -> Array:
+    """Writes a tile made by `_q_tile` back to where it came from."""
+    tiles, size = call.tiles, call.size
+    x = x.reshape(tiles.batch, tiles.kv_heads, size.group, tiles.q, size.head_dim).transpose(0, 3, 1, 2, 4)
+    corner = _corner(into, step, call, 2, 1, start(step.q_index, size.q_len, tiles.q))
+    x = x.astype(into.dtype)
+    return lax.dynamic_update_slice(into, x + lax.dynamic_slice(into, corner, x.shape) if add else x, corner)
+
+
+def _kv_tile(call: _Call, x: Array, step: _Step, kv_index: Index) -> Float[Array, "rows kv kv_heads head_dim"]:
+    """The step's keys or values of tile kv_index, in the accumulator's dtype."""
+    tiles, size = call.tiles, call.size
+    shape = (tiles.batch, tiles.kv, tiles.kv_heads, size.head_dim)
+    first = start(kv_index, size.kv_len, tiles.kv)
+    return lax.dynamic_slice(x, _corner(x, step, call, 2, 1, first), shape).astype(call.dtype)
+
+
+def _row_tile(call: _Call, x: Array, step: _Step) -> Float[Array, "rows kv_heads group_q 1"]:
+    """The step's queries of a number per query, x (batch, kv_heads, group, q_len)."""
+    tiles, size = call.tiles, call.size
+    first = start(step.q_index, size.q_len, tiles.q)
+    x = lax.dynamic_slice(x, (step.row, step.head, 0, first), (tiles.batch, tiles.kv_heads, size.group, tiles.q))
+    return x.reshape(tiles.batch, tiles.kv_heads, size.group * tiles.q, 1)
+
+
+def _bias_corner(call: _Call, step: _Step, kv_index: Index) -> tuple[tuple, tuple[int, ...]]:
+    """Start and shape of the step's part of the bias."""
+    tiles, bias = call.tiles, call.bias
+    corner = _corner(bias, step, call, 1, 3, start(step.q_index, call.size.q_len, tiles.q))
+    shape = (min(tiles.batch, bias.shape[0]), min(tiles.kv_heads, bias.shape[1]), bias.shape[2], tiles.q, tiles.kv)
+    return (*corner[:4], start(kv_index, call.size.kv_len, tiles.kv)), shape
+
+
+def _dot(spec: str, x: Array, y: Array) -> Array:
+    return jnp.einsum(spec, x, y, precision=lax.Precision.HIGHEST)
+
+
+def _logits(
+    call: _Call, step: _Step, kv_index: Index, q: Array, k: Array, *, each_query_once: bool
+) -> tuple[Float[Array, "rows kv_heads group_q kv"], Array | None]:
+    """Masked logits of scaled queries, and what the soft cap's derivative needs: tanh of the capped logits."""
+    tiles, size, options = call.tiles, call.size, call.options
+    logits = _dot("bhrd,bthd->bhrt", q, k)
+    bent = None
+    if options.soft_cap is not None:
+        bent = jnp.tanh(logits / options.soft_cap)
+        logits = options.soft_cap * bent
+    mask = tile_mask(
+        size, tiles, call.extras, options, step.row, step.q_index, kv_index, each_query_once=each_query_once
+    )
+    whole = logits.reshape(tiles.batch, tiles.kv_heads, size.group, tiles.q, tiles.kv)
+    if call.bias is not None:
+        whole = whole + lax.dynamic_slice(call.bias, *_bias_corner(call, step, kv_index)).astype(call.dtype)
+    if mask is not None:
+        whole = jnp.where(mask[:, None, None], whole, -jnp.inf)
+    return whole.reshape(logits.shape), bent
+
+
+def forward(
+    q: Float[Array, "batch q_len heads head_dim"],
+    k: Float[Array, "batch kv_len kv_heads head_dim"],
+    v: Float[Array, "batch kv_len kv_heads head_dim"],
+    extras: Extras,
+    options: Options,
+) -> tuple[Float[Array, "batch q_len heads head_dim"], Float[Array, "batch heads q_len"]]:
+    """Output and log-sum-exp; see `options`."""
+    call = _call(q, k, v, extras, options)
+    size, tiles = call.size, call.tiles
+
+    def head(row: Index, head: Index, carry):
+        def queries(q_index: Index, carry):
+            out, lse = carry
+            step = _Step(row, head, q_index)
+            tile, tile_lse = _forward_tile(call, step)
+            first = start(q_index, size.q_len, tiles.q)
+            tile_lse = tile_lse.reshape(tiles.batch, tiles.kv_heads, size.group, tiles.q)
+            lse = lax.dynamic_update_slice(lse, tile_lse, (row, head, 0, first))
+            return _put_q_tile(call, out, step, tile, add=False), lse
+
+        return _loop(0, count(size.q_len, tiles.q), queries, carry)
+
+    lse = jnp.zeros((size.batch, size.kv_heads, size.group, size.q_len), call.dtype)
+    out, lse = _for_each_head(call, head, varying_like((jnp.zeros(call.q.shape, q.dtype), lse), q))
+    return out.reshape(q.shape), lse.reshape(size.batch, size.heads, size.q_len)
+
+
+def _forward_tile(call: _Call, step: _Step) -> tuple[Array, Array]:
+    """Output (rows, kv_heads, group_q, head_dim) and lse (.., 1) of a query tile."""
+    q = _q_tile(call, call.q, step) * call.options.scale
+
+    def keys(kv_index: Index, carry):
+        top, total, out = carry
+        k, v = (_kv_tile(call, x, step, kv_index) for x in (call.k, call.v))
+        logits, _ = _logits(call, step, kv_index, q, k, each_query_once=False)
+        new_top = jnp.maximum(top, logits.max(-1, keepdims=True))
+        # Until a query has seen a key its maximum is -inf; it is measured from 0, since -inf - -inf is NaN.
+        level = jnp.where(jnp.isneginf(new_top), 0, new_top)
+        weights = jnp.exp(logits - level)
+        kept = jnp.exp(top - level)
+        total = total * kept + weights.sum(-1, keepdims=True)
+        return new_top, total, out * kept + _dot("bhrt,bthd->bhrd", weights, v)
+
+    column = jnp.zeros((*q.shape[:-1], 1), call.dtype)
+    carry = varying_like((column - jnp.inf, column, jnp.zeros(q.shape, call.dtype)), call.q)
+    first, last = live_range(call.size, call.tiles, call.extras, call.options, step.row, step.q_index)
+    top, total, out = _loop(first, last, keys, carry)
+    safe = jnp.where(total == 0, 1, total)
+    return out / safe, jnp.where(total == 0, -jnp.inf, top + jnp.log(safe))
+
+
+def backward(
+    q: Float[Array, "batch q_len heads head_dim"],
+    k: Float[Array, "batch kv_len kv_heads head_dim"],
+    v: Float[Array, "batch kv_len kv_heads head_dim"],
+    extras: Extras,
+    options: Options,
+    out: Float[Array, "batch q_len heads head_dim"],
+    lse: Float[Array, "batch heads q_len"],
+    d_out: Float[Array, "batch q_len heads head_dim"],
+    d_lse: Float[Array, "batch heads q_len"],
+) -> tuple[Array, Array, Array, Array | None]:
+    """dq, dk, dv and dbias (None without a bias); see `options`."""
+    call = _call(q, k, v, extras, options)
+    size, tiles = call.size, call.tiles
+    per_query = (size.batch, size.kv_heads, size.group, size.q_len)
+    given = _Given(*(x.reshape(call.q.shape) for x in (out, d_out)), *(x.reshape(per_query) for x in (lse, d_lse)))
+
+    def head(row: Index, head: Index, carry):
+        dq, dk, dv, dbias = carry
+        shape = (tiles.batch, size.kv_len, tiles.kv_heads, size.head_dim)
+        sums = varying_like((jnp.zeros(shape, call.dtype), jnp.zeros(shape, call.dtype)), q)
+
+        def queries(q_index: Index, carry):
+            dq, *sums = carry
+            step = _Step(row, head, q_index)
+            tile, sums = _backward_tile(call, given, step, tuple(sums))
+            return _put_q_tile(call, dq, step, tile, add=size.q_len % tiles.q != 0), *sums
+
+        dq, dk_part, dv_part, dbias = _loop(0, count(size.q_len, tiles.q), queries, (dq, *sums, dbias))
+        dk = lax.dynamic_update_slice(dk, dk_part.astype(k.dtype), (row, 0, head, 0))
+        dv = lax.dynamic_update_slice(dv, dv_part.astype(v.dtype), (row, 0, head, 0))
+        return dq, dk, dv, dbias
+
+    zeros = [jnp.zeros(x.shape, x.dtype) for x in (call.q, k, v)]
+    dbias = None if call.bias is None else jnp.zeros(call.bias.shape, call.dtype)
+    dq, dk, dv, dbias = _for_each_head(call, head, varying_like((*zeros, dbias), q))
+    if dbias is not None:
+        dbias = dbias.reshape(extras.bias.shape).astype(extras.bias.dtype)
+    return dq.reshape(q.shape), dk, dv, dbias
+
+
+class _Given(NamedTuple):
+    """What the backward pass is given: out, d_out as call.q, lse, d_lse (batch, kv_heads, group, q_len)."""
+
+    out: Array
+    d_out: Array
+    lse: Array
+    d_lse: Array
+
+
+def _backward_tile(
+    call: _Call, given: _Given, step: _Step, sums: tuple[Array, Array, Array | None]
+) -> tuple[Array, tuple[Array, Array, Array | None]]:
+    """dq of a query tile, and the sums dk, dv (rows, kv_len, kv_heads, head_dim) and dbias with its part added."""
+    size, tiles = call.size, call.tiles
+    q = _q_tile(call, call.q, step) * call.options.scale
+    d_out = _q_tile(call, given.d_out, step)
+    lse = _row_tile(call, given.lse, step)
+    # A query without keys has no weights to differentiate, whatever cotangent its lse of -inf was given.
+    empty = jnp.isneginf(lse)
+    lse = jnp.where(empty, 0, lse)
+    delta = (d_out * _q_tile(call, given.out, step)).sum(-1, keepdims=True)
+    delta = jnp.where(empty, 0, delta - _row_tile(call, given.d_lse, step))
+
+    def keys(kv_index: Index, carry):
+        dq, dk, dv, dbias = carry
+        k, v = (_kv_tile(call, x, step, kv_index) for x in (call.k, call.v))
+        logits, bent = _logits(call, step, kv_index, q, k, each_query_once=True)
+        weights = jnp.exp(logits - lse)
+        d_logits = weights * (_dot("bhrd,bthd->bhrt", d_out, v) - delta)
+        if dbias is not None:
+            dbias = _add_bias_part(call, step, kv_index, dbias, d_logits)
+        if bent is not None:
+            d_logits = d_logits * (1 - bent * bent)
+        first = start(kv_index, size.kv_len, tiles.kv)
+        dv = _add_keys(dv, first, _dot("bhrt,bhrd->bthd", weights, d_out))
+        dk = _add_keys(dk, first, _dot("bhrt,bhrd->bthd", d_logits, q))
+        return dq + _dot("bhrt,bthd->bhrd", d_logits, k), dk, dv, dbias
+
+    first, last = live_range(size, tiles, call.extras, call.options, step.row, step.q_index)
+    dq = varying_like(jnp.zeros(q.shape, call.dtype), call.q)
+    dq, *sums = _loop(first, last, keys, (dq, *sums))
+    return dq * call.options.scale, tuple(sums)
+
+
+def _add_keys(total: Array, first: Index, part: Array) -> Array:
+    """Adds a key tile's part to the sum over all keys (dim 1)."""
+    seen = lax.dynamic_slice_in_dim(total, first, part.shape[1], 1)
+    return lax.dynamic_update_slice_in_dim(total, seen + part, first, 1)
+
+
+def _add_bias_part(call: _Call, step: _Step, kv_index: Index, dbias: Array, d_logits: Array) -> Array:
+    """Adds the tile's gradient, summed over the dims that share a bias, to where the bias was read."""
+    size, tiles = call.size, call.tiles
+    whole = d_logits.reshape(tiles.batch, tiles.kv_heads, size.group, tiles.q, tiles.kv)
+    corner, shape = _bias_corner(call, step, kv_index)
+    shared = tuple(n for n in range(3) if shape[n] == 1 and whole.shape[n] > 1)
+    part = whole.sum(shared, keepdims=True)
+    return lax.dynamic_update_slice(dbias, lax.dynamic_slice(dbias, corner, shape) + part, corner)

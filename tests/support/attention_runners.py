@@ -1,0 +1,20 @@
+"""How each implementation is run on the machine that the tests run on."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Runner:
+    """`context` makes the implementation runnable here; a case of more than `quick` logits is marked slow."""
+
+    implementation: str
+    context: Callable[[], AbstractContextManager]
+    quick: int
+
+
+RUNNERS = [
+    Runner("reference", nullcontext, 2**25),
+    Runner("blockwise", nullcontext, 2**26),
+]
