@@ -141,7 +141,7 @@ def convert(
         component=component,
         config=config,
         prefix=prefix,
-        dtype=dtype,
+        dtype=dtype and dtype.name,
         memory_budget=memory_budget,
         dry_run=dry_run,
         resume=not no_resume,

@@ -11,7 +11,7 @@ import numpy as np
 
 from shardzoo.cli import audit as judging
 from shardzoo.cli import targets
-from shardzoo.cli.terminal import count_text, note, progress_bar, say, say_json, say_table, size_text
+from shardzoo.cli.terminal import count_text, note, progress_bar, say, say_json, say_table, size_text, working
 from shardzoo.errors import InputError
 from shardzoo.zoo import layout
 from shardzoo.zoo.families import FAMILIES, find_family
@@ -22,19 +22,22 @@ def convert(source: str, destination: Path, *, dry_run: bool, json: bool, **opti
     """Converts and prints the report."""
     from shardzoo.convert import convert as conversion
 
-    path = targets.local_source(source)
     with progress_bar("checking" if dry_run else "converting") as progress:
-        report = conversion.convert(path, destination, dry_run=dry_run, progress=progress, **options)
-    _say_report(report, json)
+        report = conversion.convert(source, destination, dry_run=dry_run, progress=progress, **options)
+    if json:
+        say_json(report.to_json())
+        return
+    for remark in report.notes:
+        note(f"note: {remark}")
+    say_conversion(report)
 
 
 def verify(checkpoint: Path, source: str | None, *, json: bool) -> None:
     """Verifies and prints the report."""
     from shardzoo.convert import verify as verification
 
-    path = None if source is None else targets.local_source(source)
     with progress_bar("verifying") as progress:
-        report = verification.verify(checkpoint, path, progress=progress)
+        report = verification.verify(checkpoint, source, progress=progress)
     _say_report(report, json)
 
 
@@ -53,6 +56,21 @@ def _say_report(report: Any, json: bool) -> None:
     else:
         for line in report.lines():
             say(line)
+
+
+def say_conversion(report: Any) -> None:
+    """What a conversion did, or would do."""
+    renamed = f", prefix {report.prefix!r} taken off" if report.prefix else ""
+    cast = f", floats cast to {report.cast}" if report.cast else ", every bit kept"
+    verb, time_word, peak_word = ("would be", "about", "about") if report.dry_run else ("are", "in", "at most")
+    say(f"{report.source}: {report.family}, layout {report.layout}{renamed}{cast}")
+    say(
+        f"{report.tensors} tensors ({size_text(report.bytes_read)}) {verb} {report.leaves} arrays"
+        f" ({size_text(report.bytes_on_disk)} on disk) in {report.destination}"
+    )
+    if report.bytes_resumed:
+        say(f"{size_text(report.bytes_resumed)} of it were there from an interrupted run")
+    say(f"{time_word} {report.seconds:.1f} s, {peak_word} {size_text(report.peak_memory)} of memory")
 
 
 def audit(target: str, meshes: Sequence[Degrees], *, json: bool) -> bool:
@@ -214,8 +232,8 @@ def _restore(found: Any, declared: Any, degrees: Degrees, dtype: np.dtype | None
     from shardzoo.cli.devices import start_mesh
 
     mesh = start_mesh(layout.with_kv(declared, degrees))
-    with progress_bar("restoring") as progress:
-        return checkpoints.restore(found, mesh, dtype=dtype, progress=progress), mesh
+    with working("restoring"):
+        return checkpoints.restore(found, mesh, dtype=dtype), mesh
 
 
 def _reply(
@@ -227,13 +245,14 @@ def _reply(
     from shardzoo.zoo.generate import generate as decode
 
     options = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
-    return decode(
-        declared,
-        mesh,
-        model,
-        ids,
-        max_new_tokens=sampling.max_new_tokens,
-        eos_ids=end_ids,
-        key=jax.random.key(sampling.seed),
-        **options,
-    )
+    with working("generating"):
+        return decode(
+            declared,
+            mesh,
+            model,
+            ids,
+            max_new_tokens=sampling.max_new_tokens,
+            eos_ids=end_ids,
+            key=jax.random.key(sampling.seed),
+            **options,
+        )

@@ -4,12 +4,10 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from shardzoo.cli.terminal import progress_bar
+from shardzoo.convert.hub import is_hub_address
 from shardzoo.errors import InputError
 from shardzoo.zoo import layout
 from shardzoo.zoo.families import FAMILIES, config_from_json, find_family, find_preset
-
-HUB = "hf://"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,8 +37,10 @@ def find_target(name: str) -> Target:
         InputError: neither a path that is there nor a preset; or what is there cannot be used.
     """
     path = Path(name).expanduser()
+    if is_hub_address(name) or (path.exists() and not is_checkpoint(path)):
+        return _source(name)
     if path.exists():
-        return _checkpoint(name, path) if is_checkpoint(path) else _source(name, path)
+        return _checkpoint(name, path)
     if name.partition("/")[0] not in FAMILIES:
         raise InputError(
             f"{name}: there is no such file or folder, and no preset of that name: check the path, or choose a preset"
@@ -67,18 +67,8 @@ def stored_declaration(manifest: Any) -> Any:
     return layout.fill(declared, typed)
 
 
-def _source(name: str, path: Path) -> Target:
+def _source(name: str) -> Target:
     from shardzoo.convert.convert import plan_conversion
 
-    found = plan_conversion(path)
+    found = plan_conversion(name)
     return Target(name, "source", found.family, found.declared)
-
-
-def local_source(source: str) -> Path:
-    """The folder or file of `source`; `hf://owner/name[@revision][/folder]` is downloaded first."""
-    if not source.startswith(HUB):
-        return Path(source).expanduser()
-    from shardzoo.convert import hub
-
-    with progress_bar("downloading") as progress:
-        return hub.download(source, progress=progress)

@@ -99,3 +99,12 @@ def progress_bar(title: str) -> Iterator[Progress | None]:
         yield update
     finally:
         bar.stop()
+
+
+@contextlib.contextmanager
+def working(title: str) -> Iterator[None]:
+    """A moving sign, on a terminal, while something works that cannot say how far it is."""
+    with contextlib.ExitStack() as stack:
+        if error_console().is_terminal:
+            stack.enter_context(error_console().status(title))
+        yield
