@@ -1,11 +1,35 @@
 """Eight CPU devices, and every annotated function of the package checked by jaxtyping and beartype."""
 
 import os
+from pathlib import Path
+
+import pytest
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from jaxtyping import install_import_hook  # noqa: E402
+from jaxtyping import install_import_hook
 
 install_import_hook("shardzoo", "beartype.beartype")
+
+
+@pytest.fixture(scope="session")
+def smollm2_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SmolLM2-135M-Instruct as a Hugging Face folder: real weights, float32, two shards, tied embeddings."""
+    from smollm2 import example
+
+    script = example("smollm2")
+    folder = tmp_path_factory.mktemp("smollm2") / "hf"
+    script.write_folder(script.gguf_file(), folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def smollm2_checkpoint(smollm2_folder: Path) -> Path:
+    """The same, converted."""
+    from shardzoo.convert.convert import convert
+
+    checkpoint = smollm2_folder.with_name("checkpoint")
+    convert(smollm2_folder, checkpoint, sync=False)
+    return checkpoint
