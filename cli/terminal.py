@@ -62,7 +62,7 @@ def say_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     print("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
 
-def size_text(count: float) -> str:
+def size_text(count: int | float) -> str:
     """Bytes in the largest binary unit that leaves at least one of it."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
