@@ -186,14 +186,15 @@ def verify(
     checkpoint: Checkpoint,
     source: Annotated[
         str | None,
-        typer.Argument(metavar="[SRC]", help="The source it was converted from.", show_default=False),
+        typer.Argument(metavar="SRC", help="The source it was converted from.", show_default=False),
     ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Without SRC: names, sizes and metadata only.")] = False,
     json: Json = False,
 ) -> None:
     """Check every byte of a checkpoint against its digests and, with SRC, every tensor against its source."""
     from shardzoo.cli import commands
 
-    commands.verify(checkpoint, source, json=json)
+    commands.verify(checkpoint, source, quick=quick, json=json)
 
 
 @app.command(epilog=EPILOG)
@@ -266,7 +267,7 @@ def generate(
 @app.command(epilog=EPILOG)
 def presets(
     family: Annotated[
-        str | None, typer.Argument(metavar="[FAMILY]", help="Only this family.", show_default=False)
+        str | None, typer.Argument(metavar="FAMILY", help="Only this family.", show_default=False)
     ] = None,
     json: Json = False,
 ) -> None:

@@ -3,14 +3,14 @@
 import dataclasses
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from shardzoo.cli import audit as judging
-from shardzoo.cli import targets
+from shardzoo.cli import reports, targets
 from shardzoo.cli.terminal import count_text, note, progress_bar, say, say_json, say_table, size_text, working
 from shardzoo.errors import InputError
 from shardzoo.zoo import layout
@@ -24,21 +24,19 @@ def convert(source: str, destination: Path, *, dry_run: bool, json: bool, **opti
 
     with progress_bar("checking" if dry_run else "converting") as progress:
         report = conversion.convert(source, destination, dry_run=dry_run, progress=progress, **options)
-    if json:
-        say_json(report.to_json())
-        return
-    for remark in report.notes:
-        note(f"note: {remark}")
-    say_conversion(report)
+    if not json:
+        for remark in report.notes:
+            note(f"note: {remark}")
+    _say_report(report, reports.conversion_lines, json)
 
 
-def verify(checkpoint: Path, source: str | None, *, json: bool) -> None:
+def verify(checkpoint: Path, source: str | None, *, quick: bool, json: bool) -> None:
     """Verifies and prints the report."""
     from shardzoo.convert import verify as verification
 
     with progress_bar("verifying") as progress:
-        report = verification.verify(checkpoint, source, progress=progress)
-    _say_report(report, json)
+        report = verification.verify(checkpoint, source, level="quick" if quick else "full", progress=progress)
+    _say_report(report, reports.verification_lines, json)
 
 
 def export(checkpoint: Path, destination: Path, *, json: bool, **options: Any) -> None:
@@ -47,30 +45,14 @@ def export(checkpoint: Path, destination: Path, *, json: bool, **options: Any) -
 
     with progress_bar("exporting") as progress:
         report = exporting.export(checkpoint, destination, progress=progress, **options)
-    _say_report(report, json)
+    _say_report(report, reports.export_lines, json)
 
 
-def _say_report(report: Any, json: bool) -> None:
+def _say_report(report: Any, lines: Callable[[Any], Iterable[str]], json: bool) -> None:
     if json:
         say_json(report.to_json())
     else:
-        for line in report.lines():
-            say(line)
-
-
-def say_conversion(report: Any) -> None:
-    """What a conversion did, or would do."""
-    renamed = f", prefix {report.prefix!r} taken off" if report.prefix else ""
-    cast = f", floats cast to {report.cast}" if report.cast else ", every bit kept"
-    verb, time_word, peak_word = ("would be", "about", "about") if report.dry_run else ("are", "in", "at most")
-    say(f"{report.source}: {report.family}, layout {report.layout}{renamed}{cast}")
-    say(
-        f"{report.tensors} tensors ({size_text(report.bytes_read)}) {verb} {report.leaves} arrays"
-        f" ({size_text(report.bytes_on_disk)} on disk) in {report.destination}"
-    )
-    if report.bytes_resumed:
-        say(f"{size_text(report.bytes_resumed)} of it were there from an interrupted run")
-    say(f"{time_word} {report.seconds:.1f} s, {peak_word} {size_text(report.peak_memory)} of memory")
+        say("\n".join(lines(report)))
 
 
 def audit(target: str, meshes: Sequence[Degrees], *, json: bool) -> bool:

@@ -1,0 +1,55 @@
+"""The reports of convert, verify and export as lines of text."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from shardzoo.cli.terminal import size_text
+
+
+def conversion_lines(report: Any) -> Iterator[str]:
+    """What a conversion did, or would do (`convert.convert.Report`)."""
+    renamed = f", prefix {report.prefix!r} taken off" if report.prefix else ""
+    cast = f", floats cast to {report.cast}" if report.cast else ", every bit kept"
+    yield f"{report.source}: {report.family}, layout {report.layout}{renamed}{cast}"
+    yield (
+        f"{report.tensors} tensors ({size_text(report.bytes_read)}) {'would be' if report.dry_run else 'are'}"
+        f" {report.leaves} arrays ({size_text(report.bytes_on_disk)} on disk) in {report.destination}"
+    )
+    if report.bytes_resumed:
+        yield f"{size_text(report.bytes_resumed)} of it were there from an interrupted run"
+    yield _cost(report.seconds, report.peak_memory, predicted=report.dry_run)
+
+
+def verification_lines(report: Any) -> Iterator[str]:
+    """What was compared; differences never get here, they are errors (`convert.verify.Report`)."""
+    if report.source is None:
+        means = "names, sizes and metadata" if report.level == "quick" else "every value against its checksums"
+        yield f"{report.checkpoint}: whole ({report.files} files, {report.leaves} arrays; {means})"
+    else:
+        cast = f", after the cast to {report.cast}" if report.cast else ""
+        yield (
+            f"{report.checkpoint}: equals {report.source} bit for bit{cast}:"
+            f" {len(report.tensors)} tensors, {size_text(report.bytes_compared)}"
+        )
+    yield f"in {report.seconds:.1f} s"
+
+
+def export_lines(report: Any) -> Iterator[str]:
+    """What an export wrote (`convert.export.Report`)."""
+    yield (
+        f"{report.checkpoint}: {len(report.files)} files ({size_text(report.bytes_written)}) in"
+        f" {report.destination}, layout {report.layout}"
+    )
+    if report.identical:
+        yield f"as they came in, bit for bit: {', '.join(report.identical)}"
+    for name, reason in report.changed.items():
+        yield f"changed: {name} ({reason})"
+    if report.bytes_resumed:
+        yield f"{size_text(report.bytes_resumed)} of it were there from an interrupted run"
+    yield _cost(report.seconds, report.peak_memory, predicted=False)
+
+
+def _cost(seconds: float, memory: int, *, predicted: bool) -> str:
+    if predicted:
+        return f"would take about {seconds:.1f} s and {size_text(memory)} of memory"
+    return f"in {seconds:.1f} s, at most {size_text(memory)} of memory"
