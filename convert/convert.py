@@ -9,12 +9,13 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from shardzoo.checkpoints.grid import LeafSpec
 from shardzoo.checkpoints.manifest import CARRIED, MANIFEST, ManifestHeader, Skipped
 from shardzoo.checkpoints.manifest import Source as SourceRecord
 from shardzoo.checkpoints.staging import check_destination
@@ -140,7 +141,7 @@ def convert(
         check_ties(source, plan)
         if dry_run:
             return _predict(source, plan, target, str(src), budget)
-        with _replacing(target) if overwrite else contextlib.nullcontext(target) as place:
+        with replacing(target, _is_checkpoint) if overwrite else contextlib.nullcontext(target) as place:
             stream, on_disk = _write(source, plan, place, budget, resume, sync, progress, config)
         files = {file.path: stream.digests[i] for i, file in enumerate(source.files)}
     return _report(
@@ -175,8 +176,7 @@ def _write(
     progress: Progress | None,
     config: str | Path | None,
 ) -> tuple[Stream, int]:
-    carried = {path.removeprefix(f"{CARRIED}/"): p.spec for path, p in plan.leaves.items() if _is_carried(path)}
-    leaves = {path: p.spec for path, p in plan.leaves.items() if not _is_carried(path)}
+    leaves, carried = _specs(plan)
     assets = _assets(source, config)
     with CheckpointWriter(
         place,
@@ -195,8 +195,12 @@ def _write(
         return stream, writer.nbytes
 
 
-def _is_carried(path: str) -> bool:
-    return path.startswith(f"{CARRIED}/")
+def _specs(plan: Plan) -> tuple[dict[str, LeafSpec], dict[str, LeafSpec]]:
+    """What the writer is to store: parameters by path, carried tensors by key."""
+    start = f"{CARRIED}/"
+    leaves = {path: leaf.spec for path, leaf in plan.leaves.items() if not path.startswith(start)}
+    carried = {path.removeprefix(start): leaf.spec for path, leaf in plan.leaves.items() if path.startswith(start)}
+    return leaves, carried
 
 
 def _assets(source: Source, config: str | Path | None) -> dict[str, Path | bytes]:
@@ -264,14 +268,16 @@ def _is_checkpoint(path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _replacing(target: Path) -> Iterator[Path]:
-    """A place for a new checkpoint that takes the name of the old one when the block ends without an error."""
+def replacing(target: Path, is_ours: Callable[[Path], bool]) -> Iterator[Path]:
+    """A place for a new folder that takes the name of the old one when the block ends without an error."""
     if not os.path.lexists(target):
         yield target
         return
+    if not is_ours(target):
+        raise InputError(f"{target}: exists, and is not something to be replaced: choose another destination")
     new, old = (target.with_name(f"{target.name}.{word}") for word in ("new", "old"))
     for leftover in (new, old):
-        if _is_checkpoint(leftover):  # a run that was interrupted between the two renames below
+        if is_ours(leftover):  # a run that was interrupted between the two renames below
             shutil.rmtree(leftover)
     yield new
     os.rename(target, old)
@@ -304,8 +310,7 @@ def peak_memory() -> int:
 
 
 def _predict(source: Source, plan: Plan, target: Path, src: str, budget: int) -> Report:
-    placed = place_leaves({p: leaf.spec for p, leaf in plan.leaves.items() if not _is_carried(p)}, {})
-    on_disk = stored_bytes(placed) + sum(p.spec.nbytes for path, p in plan.leaves.items() if _is_carried(path))
+    on_disk = stored_bytes(place_leaves(*_specs(plan)))
     place = _nearest_folder(target)
     free = shutil.disk_usage(place).free
     if free < on_disk + on_disk // 50:

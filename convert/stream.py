@@ -40,7 +40,7 @@ class FileDigest:
         self._sha256 = hashlib.sha256()
         self._at = 0
 
-    def feed(self, start: int, data: memoryview | np.ndarray) -> None:
+    def feed(self, start: int, data: bytes | memoryview | np.ndarray) -> None:
         """Takes the bytes of the file from `start` on; the ones already taken are passed over."""
         stop = start + len(data)
         if stop > self._at:
@@ -159,12 +159,12 @@ class Stream:
             for key in keys:
                 for piece in self._by_key.get(key, ()):
                     self._read_piece(piece, digest)
-            self.digests[number] = digest.hexdigest(file.size) if digest else str(known)
+            self.digests[number] = digest.hexdigest(file.size) if digest else known["sha256"]
         finally:
             if digest:
                 digest.close()
         if known is None:
-            self._writer.note(f"sha256 {file.path}", self.digests[number])
+            self._writer.note(f"sha256 {file.path}", {"sha256": self.digests[number]})
 
     def _read_piece(self, piece: Piece, digest: FileDigest | None) -> None:
         grid = self._writer.grid(piece.target)

@@ -1,0 +1,430 @@
+"""A checkpoint back in PyTorch's layout: the files it was converted from, byte for byte where they were safetensors.
+
+The manifest holds what each source file held and which block of which leaf every tensor became; the same pieces run
+backwards fill the files again, in bounded memory.
+"""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import itertools
+import json
+import math
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shardzoo.checkpoints.checkpoint import Checkpoint
+from shardzoo.checkpoints.checkpoint import open as open_checkpoint
+from shardzoo.checkpoints.grid import Grid
+from shardzoo.checkpoints.staging import sync_folder, write_file
+from shardzoo.checkpoints.store import storage_error
+from shardzoo.convert.backwards import OutFile, OutPiece, files_of, index_of
+from shardzoo.convert.convert import BUDGET, LEAST_BUDGET, peak_memory, replacing
+from shardzoo.convert.stream import FileDigest
+from shardzoo.errors import InputError, fail_if
+from shardzoo.progress import Progress
+
+SUFFIX = ".shardzoo-export"  # of the folder that an export is written in until it is whole
+PART = ".part"  # of each weight file in it until then
+JOURNAL, LOCK = "export.journal", "export.lock"
+MOST_BLOCK = 32 << 20
+COPIES = 3  # a block in flight: the files' bytes, the decoded values, and the next block being read
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Report:
+    """What an export wrote.
+
+    Attributes:
+        checkpoint, destination: paths as given.
+        layout: how the tensors are named.
+        files: every file written -> SHA-256.
+        identical: weight files that have the SHA-256 of the file they came from.
+        changed: weight files that do not, and why.
+        bytes_written: of all files.
+        bytes_resumed: of those, what an earlier interrupted run had written.
+        seconds, peak_memory: time taken; most bytes resident in this process so far.
+    """
+
+    checkpoint: str
+    destination: str
+    layout: str
+    files: dict[str, str]
+    identical: tuple[str, ...]
+    changed: dict[str, str]
+    bytes_written: int
+    bytes_resumed: int
+    seconds: float
+    peak_memory: int
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def export(
+    ckpt: str | Path | Checkpoint,
+    dst: str | Path,
+    *,
+    layout: str | None = None,
+    overwrite: bool = False,
+    memory_budget: int | None = None,
+    progress: Progress | None = None,
+) -> Report:
+    """Writes the folder that a checkpoint was converted from: weights, index, config and tokenizer files.
+
+    Safetensors files come back byte for byte, their headers included, and are held against the SHA-256 that they had;
+    tensors of PyTorch files come back in safetensors files with the same keys, shapes, dtypes and bits. Stopped at any
+    point it leaves nothing at `dst`; run again it carries on.
+
+    Args:
+        ckpt: the checkpoint.
+        dst: the folder to write.
+        layout: "transformers", ...; by default, and so far only, the one it was converted from.
+        overwrite: replace a folder of weights at `dst` once the new one is whole.
+        memory_budget: bytes of values in flight (default 192 MiB).
+        progress: told of each block.
+
+    Raises:
+        InputError: a checkpoint that was not converted or is damaged; a layout it cannot be written in; a destination
+            that exists, is full or not writable; a file that does not come out as it went in.
+    """
+    began = time.perf_counter()
+    checkpoint = ckpt if isinstance(ckpt, Checkpoint) else open_checkpoint(ckpt)
+    name = _layout(checkpoint, layout)
+    budget = BUDGET if memory_budget is None else memory_budget
+    if budget < LEAST_BUDGET:
+        raise InputError(f"memory_budget={budget} is below the {LEAST_BUDGET} bytes that blocks need: raise it")
+    files = files_of(checkpoint)
+    target = Path(os.path.abspath(dst))
+    with contextlib.ExitStack() as stack:
+        place = stack.enter_context(replacing(target, _is_export)) if overwrite else target
+        staging = stack.enter_context(_Staging(place, checkpoint, sum(file.size for file in files)))
+        work = _Work(checkpoint, staging, files, budget, progress)
+        digests = work.run()
+        _check_digests(files, digests)
+        small = _small_files(checkpoint, files)
+        staging.publish([file.name for file in files], small)
+    return Report(
+        checkpoint=str(checkpoint.path),
+        destination=str(dst),
+        layout=name,
+        files=digests | {name: hashlib.sha256(data).hexdigest() for name, data in small.items()},
+        identical=tuple(file.name for file in files if file.sha256 is not None),
+        changed={file.name: file.why_changed for file in files if file.why_changed},
+        bytes_written=sum(file.size for file in files) + sum(map(len, small.values())),
+        bytes_resumed=work.resumed,
+        seconds=time.perf_counter() - began,
+        peak_memory=peak_memory(),
+    )
+
+
+def _layout(checkpoint: Checkpoint, layout: str | None) -> str:
+    came = checkpoint.manifest.header.detail.get("layout")
+    if came is None:
+        raise InputError(
+            f"{checkpoint.path}: was saved from a running model, so it has no PyTorch files to go back to:"
+            " export a checkpoint that was converted"
+        )
+    if layout not in (None, came, came.split(",")[0]):
+        raise InputError(
+            f"layout={layout!r}: this checkpoint came in layout {came!r}, which is the one it can be written in:"
+            " leave layout out"
+        )
+    return came
+
+
+def _is_export(path: Path) -> bool:
+    return path.is_dir() and any(path.glob("*.safetensors"))
+
+
+def _check_digests(files: list[OutFile], digests: Mapping[str, str]) -> None:
+    fail_if(
+        [
+            f"{file.name}: sha256 is {digests[file.name]}, the file it came from had {file.sha256}"
+            for file in files
+            if file.sha256 is not None and digests[file.name] != file.sha256
+        ],
+        "export: files did not come out as they went in: run `shardzoo verify` on the checkpoint",
+    )
+
+
+def _small_files(checkpoint: Checkpoint, files: list[OutFile]) -> dict[str, bytes]:
+    """Config, tokenizer and index files: as they came, but for what names files or dtypes that have changed."""
+    header = checkpoint.manifest.header
+    index_name = header.detail["index"]
+    exact = all(file.why_changed is None for file in files)
+    small = {name: path.read_bytes() for name, path in checkpoint.assets.items() if name != index_name or exact}
+    if index_name is not None and not exact:
+        small["model.safetensors.index.json"] = index_of(files)
+    if header.detail["cast"] and "config.json" in small:
+        small["config.json"] = _with_dtype(small["config.json"], header.detail["cast"])
+    return small
+
+
+def _with_dtype(config: bytes, dtype: str) -> bytes:
+    content = json.loads(config)
+    for name in ("torch_dtype", "dtype"):
+        if name in content:
+            content[name] = dtype
+    return (json.dumps(content, indent=2) + "\n").encode()
+
+
+class _Staging:
+    """The folder that an export is written in until it is whole."""
+
+    def __init__(self, dst: Path, checkpoint: Checkpoint, nbytes: int):
+        self.dst = dst
+        self.root = dst.with_name(dst.name + SUFFIX)
+        self._identity = hashlib.sha256(checkpoint.manifest.encode()).hexdigest()
+        self._handle: int | None = None
+        self._nbytes = nbytes
+        self.finished: dict[str, str] = {}
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> "_Staging":
+        self._refuse_existing()
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            self._take_lock()
+            self._resume()
+            self._require_space()
+        except OSError as error:
+            self._release()
+            raise storage_error(str(self.dst), error, self.dst.parent) from error
+        except InputError:
+            self._release()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._release()
+
+    def _refuse_existing(self) -> None:
+        if os.path.lexists(self.dst):
+            raise InputError(f"{self.dst}: exists already: remove it, or choose another destination")
+
+    def _take_lock(self) -> None:
+        names = set(os.listdir(self.root))
+        if names and not names & {JOURNAL, LOCK}:
+            raise InputError(f"{self.root}: left by another program: remove it, or choose another destination")
+        self._handle = os.open(self.root / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError(f"{self.dst}: another process is writing it: wait for that") from None
+        self._refuse_existing()
+
+    def _release(self) -> None:
+        if self._handle is not None:
+            os.close(self._handle)
+            self._handle = None
+
+    def _resume(self) -> None:
+        """Keeps the files that an earlier run of the same checkpoint noted as whole, and removes all others."""
+        journal = self.root / JOURNAL
+        lines = journal.read_bytes().split(b"\n")[:-1] if journal.exists() else []
+        if lines[:1] == [self._identity.encode()]:
+            for line in lines[1:]:
+                name, size, sha256 = json.loads(line)
+                path = self.root / (name + PART)
+                if path.is_file() and path.stat().st_size == size:
+                    self.finished[name] = sha256
+        keep = {self.root / (name + PART) for name in self.finished} | {self.root / LOCK, journal}
+        for folder, _, names in os.walk(self.root):
+            for name in names:
+                if Path(folder, name) not in keep:
+                    os.unlink(os.path.join(folder, name))
+        if lines[:1] != [self._identity.encode()]:
+            write_file(journal, self._identity.encode() + b"\n")
+
+    def _require_space(self) -> None:
+        free = shutil.disk_usage(self.root).free
+        need = self._nbytes - sum((self.root / (name + PART)).stat().st_size for name in self.finished)
+        if free < need + need // 50:
+            raise InputError(
+                f"{self.dst}: needs {need:,} bytes, {free:,} are free at {self.dst.parent}: free some, or choose"
+                " another destination"
+            )
+
+    def note(self, name: str, size: int, sha256: str) -> None:
+        """Writes down that a file is whole and on the device."""
+        line = json.dumps([name, size, sha256]).encode() + b"\n"
+        with self._lock, open(self.root / JOURNAL, "ab") as journal:
+            journal.write(line)
+            journal.flush()
+            os.fsync(journal.fileno())
+
+    def publish(self, weights: list[str], small: Mapping[str, bytes]) -> None:
+        """Gives every file its name, then the folder."""
+        try:
+            for name in weights:
+                os.rename(self.root / (name + PART), self.root / name)
+            for name, data in small.items():
+                (self.root / name).parent.mkdir(parents=True, exist_ok=True)
+                write_file(self.root / name, data)
+            for folder, _, _ in os.walk(self.root):
+                sync_folder(Path(folder))
+            self._refuse_existing()
+            os.unlink(self.root / JOURNAL)
+            os.unlink(self.root / LOCK)
+            os.rename(self.root, self.dst)
+            sync_folder(self.dst.parent)
+        except OSError as error:
+            raise storage_error(str(self.dst), error, self.dst.parent) from error
+
+
+class _Work:
+    """Writes the weight files, several at a time."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        staging: _Staging,
+        files: list[OutFile],
+        budget: int,
+        progress: Progress | None,
+    ):
+        self._checkpoint, self._staging, self._files, self._progress = checkpoint, staging, files, progress
+        self._threads = max(1, min(len(files), os.cpu_count() or 2))
+        self._most = max(1 << 20, min(MOST_BLOCK, budget // (COPIES * self._threads)))
+        self._total, self._done = sum(file.size for file in files), 0
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self.resumed = 0
+
+    def run(self) -> dict[str, str]:
+        """Writes what is not yet there; the SHA-256 of every file."""
+        digests = dict(self._staging.finished)
+        left = [file for file in self._files if file.name not in digests]
+        self.resumed = self._done = sum(file.size for file in self._files if file.name in digests)
+        with concurrent.futures.ThreadPoolExecutor(self._threads, "write") as pool:
+            jobs = {pool.submit(self._guarded, file): file.name for file in left}
+            try:
+                for job in concurrent.futures.as_completed(jobs):
+                    digests[jobs[job]] = job.result()
+            finally:
+                self._stop.set()
+                pool.shutdown(cancel_futures=True)
+        return digests
+
+    def _guarded(self, file: OutFile) -> str:
+        path = self._staging.root / (file.name + PART)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            digest = self._write_file(file, path)
+            self._staging.note(file.name, file.size, digest)
+        except OSError as error:
+            self._stop.set()
+            raise storage_error(file.name, error, self._staging.dst.parent) from error
+        except InputError:
+            self._stop.set()
+            raise
+        return digest
+
+    def _write_file(self, file: OutFile, path: Path) -> str:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        digest = FileDigest(path)
+        try:
+            _write_all(handle, file.header, 0)
+            digest.feed(0, file.header)
+            with concurrent.futures.ThreadPoolExecutor(1, "read") as ahead:
+                for data, offset, runs in _lookahead(ahead, self._reads(file)):
+                    if runs is None:
+                        _write_all(handle, data, offset)
+                        digest.feed(offset, data)
+                    else:
+                        _write_runs(handle, data, offset, *runs)
+                    self._count(data.nbytes, file.name)
+            os.fsync(handle)
+            return digest.hexdigest(file.size)
+        finally:
+            digest.close()
+            os.close(handle)
+
+    def _count(self, nbytes: int, what: str) -> None:
+        if self._stop.is_set():
+            raise InputError("export: stopped")
+        with self._lock:
+            self._done += nbytes
+            done = self._done
+        if self._progress:
+            self._progress(done, self._total, what)
+
+    def _reads(self, file: OutFile) -> Iterator[Callable[[], tuple[np.ndarray, int, tuple[int, ...] | None]]]:
+        """The blocks of a file in its order, each as a call that reads it: its bytes and where they go."""
+        for piece in file.pieces:
+            grid = self._checkpoint.leaf(piece.path).grid
+            most = piece.packed_bytes or self._most
+            for block, first in flat_blocks(piece, grid, most):
+                yield lambda piece=piece, block=block, first=first: self._read(piece, block, first)
+
+    def _read(self, piece: OutPiece, block: tuple[slice, ...], first: int) -> tuple[np.ndarray, int, Any]:
+        values = self._checkpoint.read(piece.path, block)
+        data = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+        if piece.packed_bytes:
+            return data[0::2] | data[1::2] << 4, piece.offset, None
+        offset = piece.offset + first * piece.itemsize
+        if piece.row_bytes == piece.row_stride:
+            return data, offset, None
+        return data, piece.offset, (first * piece.itemsize, piece.row_bytes, piece.row_stride)
+
+
+def _lookahead(pool: concurrent.futures.Executor, calls: Iterator[Callable[[], Any]]) -> Iterator[Any]:
+    """Results of `calls` in order, the next one under way while the caller has the last."""
+    under_way = [pool.submit(call) for call in itertools.islice(calls, 1)]
+    while under_way:
+        under_way += [pool.submit(call) for call in itertools.islice(calls, 1)]
+        yield under_way.pop(0).result()
+
+
+def flat_blocks(piece: OutPiece, grid: Grid, most: int) -> Iterator[tuple[tuple[slice, ...], int]]:
+    """Blocks of a piece's leaf that follow each other in the piece's row-major order, of at most `most` bytes.
+
+    Yields the block's ranges in the leaf and the position of its first element in the piece. Blocks keep to the grid's
+    files where those are small enough.
+    """
+    shape = [stop - start for start, stop in piece.at]
+    if math.prod(shape) == 0:
+        return
+    pivot, stride = 0, math.prod(shape[1:])
+    while pivot < len(shape) - 1 and stride * piece.itemsize > most:
+        pivot += 1
+        stride = math.prod(shape[pivot + 1 :])
+    if not shape:
+        yield (), 0
+        return
+    step = max(1, most // (stride * piece.itemsize))
+    step = step // grid.outer[pivot] * grid.outer[pivot] or step
+    first = 0
+    for index in itertools.product(*(range(n) for n in shape[:pivot])):
+        for start in range(0, shape[pivot], step):
+            stop = min(start + step, shape[pivot])
+            ranges = [(i, i + 1) for i in index] + [(start, stop)] + [(0, n) for n in shape[pivot + 1 :]]
+            yield tuple(slice(a + o, b + o) for (a, b), (o, _) in zip(ranges, piece.at, strict=True)), first
+            first += (stop - start) * stride
+
+
+def _write_all(handle: int, data: bytes | np.ndarray, offset: int) -> None:
+    view = memoryview(data)
+    while view.nbytes:
+        done = os.pwrite(handle, view, offset)
+        view, offset = view[done:], offset + done
+
+
+def _write_runs(handle: int, data: np.ndarray, offset: int, first: int, row_bytes: int, stride: int) -> None:
+    """Writes bytes `first` on of a block whose rows of `row_bytes` lie `stride` apart in the file from `offset` on."""
+    at = 0
+    while at < data.nbytes:
+        row, column = divmod(first + at, row_bytes)
+        count = min(row_bytes - column, data.nbytes - at)
+        _write_all(handle, data[at : at + count], offset + row * stride + column)
+        at += count
