@@ -11,7 +11,9 @@ class InputError(ValueError):
 
 
 def fail_if(problems: Iterable[str], title: str) -> None:
-    """Raises one `InputError` that lists all `problems` under `title`, if there are any."""
+    """Raises one `InputError` that lists all `problems` under `title`, or puts a single one beside it."""
     listed = list(problems)
+    if len(listed) == 1:
+        raise InputError(f"{title}: {listed[0]}")
     if listed:
         raise InputError("\n  ".join([f"{title}:", *listed]))
