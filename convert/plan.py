@@ -58,7 +58,6 @@ class LeafPlan:
     """One array to be written, and the pieces it is made of; `dtype` is that of the source's tensors."""
 
     spec: LeafSpec
-    unit: tuple[int, ...]
     dtype: np.dtype
     pieces: tuple[Piece, ...]
 
@@ -118,7 +117,7 @@ class Plan:
 def _leaf_json(leaf: LeafPlan) -> list[Any]:
     spec = leaf.spec
     pieces = [dataclasses.astuple(piece) for piece in leaf.pieces]
-    return [spec.dims, spec.shape, spec.dtype.name, leaf.dtype.name, leaf.unit, pieces]
+    return [spec.dims, spec.shape, spec.dtype.name, leaf.dtype.name, spec.unit, pieces]
 
 
 def parse_dtype(name: str | np.dtype | None) -> np.dtype | None:
@@ -335,15 +334,11 @@ def _remarks(sorting: _Sorting, prefix: str) -> list[str]:
 
 def _leaf_plan(source: Source, param: Param, pieces: list[Piece], cast: np.dtype | None) -> LeafPlan:
     dtype = source.tensors[pieces[0].source].dtype
-    spec = LeafSpec(
-        dims=param.names,
-        shape=param.shape,
-        dtype=cast or dtype,
-        split={dim: zoo_layout._axes(axes) for dim, axes in param.split.items()},
-    )
-    # Small leaves are one file, put together in memory; a file of a large one belongs to one piece.
-    limit = param.shape if spec.nbytes <= SMALL_LEAF else unit(pieces, param.shape)
-    return LeafPlan(spec=spec, unit=limit, dtype=dtype, pieces=tuple(pieces))
+    spec = LeafSpec.of(dataclasses.replace(param, dtype=cast or dtype))
+    if spec.nbytes > SMALL_LEAF:
+        # A file of a large leaf lies in one piece; small leaves are one file, put together in memory.
+        spec = dataclasses.replace(spec, unit=unit(pieces, param.shape))
+    return LeafPlan(spec=spec, dtype=dtype, pieces=tuple(pieces))
 
 
 def _carried_plan(info: TensorInfo) -> LeafPlan:
@@ -351,7 +346,6 @@ def _carried_plan(info: TensorInfo) -> LeafPlan:
     whole = tuple((0, size) for size in info.shape)
     return LeafPlan(
         spec=LeafSpec(dims=dims, shape=info.shape, dtype=info.dtype),
-        unit=info.shape,
         dtype=info.dtype,
         pieces=(Piece(f"{CARRIED}/{info.key}", whole, info.key, whole),),
     )

@@ -34,6 +34,7 @@ MAX_REPORTED = 60
 class TensorInfo:
     """One tensor of a source: `file` indexes `Source.files`, `nbytes` is its size as stored (row-major).
 
+    `offset` is where in the file its bytes stand as `read` returns them; None if they are gathered or unpacked.
     Tensors with equal `memory` are the same memory under several names (weights tied in the file itself).
     """
 
@@ -43,6 +44,7 @@ class TensorInfo:
     file: int
     nbytes: int
     memory: tuple[Any, ...]
+    offset: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +159,15 @@ def row_blocks(info: TensorInfo, block_bytes: int) -> list[slice | None]:
 
 def _info(key: str, number: int, stored: Stored) -> TensorInfo:
     memory = (number, stored.storage, stored.offset, stored.strides, stored.shape, str(stored.dtype))
-    return TensorInfo(key=key, shape=stored.shape, dtype=stored.dtype, file=number, nbytes=stored.nbytes, memory=memory)
+    return TensorInfo(
+        key=key,
+        shape=stored.shape,
+        dtype=stored.dtype,
+        file=number,
+        nbytes=stored.nbytes,
+        memory=memory,
+        offset=stored.offset if stored.strides is None and not stored.packed else None,
+    )
 
 
 def _described(name: str, file: WeightFile) -> SourceFile:
