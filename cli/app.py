@@ -80,10 +80,11 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace DST, once 
 MESH_HELP = "How to split: data, pipe, context, tensor, e.g. context=2,tensor=4."
 
 
-def _version(wanted: bool) -> None:
+def _version(wanted: bool) -> bool:
     if wanted:
         print(f"shardzoo {version('shardzoo')}")
         raise typer.Exit
+    return wanted
 
 
 @app.callback()
