@@ -17,7 +17,7 @@ from typing import Literal
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from shardzoo.kernels.flash_attention import flash_attention, merge
 from shardzoo.zoo.mesh import CONTEXT
@@ -78,33 +78,35 @@ def attention(
     soft_cap: float | None = None,
     lengths: Int[Array, "batch"] | None = None,
     segment_ids: Int[Array, "batch seq"] | None = None,
+    key_mask: Bool[Array, "batch seq"] | None = None,
     bias: Float[Array, "one heads all_q all_kv"] | None = None,
 ) -> Float[Array, "batch seq heads head_dim"]:
     """Self-attention of a sequence that is split over `context`.
 
-    `lengths` are valid lengths of the whole sequence; `segment_ids` are split like it; `bias` is whole in both lengths
-    and holds this device's heads. Rows beyond `lengths` come out as zeros. float32 inside.
+    `lengths` are valid lengths of the whole sequence; `segment_ids` are split like it, and so is `key_mask`, which
+    hides keys from all queries but no query, and stands in place of `segment_ids`; `bias` is whole in both lengths and
+    holds this device's heads. Rows beyond `lengths` come out as zeros. float32 inside.
 
     Collectives: "ulysses" three all-to-all (q; k and v; output); "gather" one all-gather (k and v); each one more
-    all-gather for `segment_ids`.
+    all-gather for `segment_ids` or `key_mask`.
     """
     degree = lax.axis_size(CONTEXT)
     plan = exchange(q.shape[HEADS], kv.shape[3], degree)
     options = dict(causal=causal, window=window, scale=scale, soft_cap=soft_cap)
-    ids = (
-        segment_ids
-        if degree == 1 or segment_ids is None
-        else lax.all_gather(segment_ids, CONTEXT, axis=SEQ, tiled=True)
-    )
+    kv_ids = segment_ids if key_mask is None else jnp.where(key_mask, 0, -1)
+    if kv_ids is not None and degree > 1:
+        kv_ids = lax.all_gather(kv_ids, CONTEXT, axis=SEQ, tiled=True)
     if plan.kind == "gather":
-        return _gathered(q, kv, lengths, segment_ids, ids, bias, options)
+        q_ids = segment_ids if key_mask is None else jnp.zeros_like(key_mask, jnp.int32)
+        return _gathered(q, kv, lengths, q_ids, kv_ids, bias, options)
     if plan.kind == "ulysses":
         kv = kv if plan.kv_index is None else kv[:, :, :, np.asarray(plan.kv_index)]
         q, kv = split_heads(q), split_heads(kv, heads_dim=3)
         bias = None if bias is None else _mine(bias, q.shape[HEADS], axis=1)
+    q_ids = kv_ids if key_mask is None or kv_ids is None else jnp.zeros_like(kv_ids)
     out = flash_attention(
         q, kv[:, :, 0], kv[:, :, 1], q_offset=0, q_lengths=lengths, kv_lengths=lengths,
-        q_segment_ids=ids, kv_segment_ids=ids, bias=bias, **options,
+        q_segment_ids=q_ids, kv_segment_ids=kv_ids, bias=bias, **options,
     )  # fmt: skip
     return split_seq(out) if plan.kind == "ulysses" else out
 
@@ -154,9 +156,9 @@ def cached_attention(
     own = jnp.zeros(q.shape[:2], jnp.int32)
     args = dict(q_segment_ids=own, kv_segment_ids=visible, scale=scale, soft_cap=soft_cap)
     if lax.axis_size(CONTEXT) == 1:
-        return flash_attention(q, k, v, **args)
+        return lax.psum(flash_attention(q, k, v, **args), CONTEXT)  # of one device: tells the type, moves nothing
     out, lse = flash_attention(q, k, v, return_lse=True, **args)
     packed = jnp.concatenate([out.astype(jnp.float32), lse[..., None]], axis=-1)
     parts = lax.all_gather(packed, CONTEXT, axis=0, to="invarying")
-    merged, _ = merge(parts[..., :-1], parts[..., -1])
+    merged, _ = merge(list(parts[..., :-1]), list(parts[..., -1]))
     return merged.astype(q.dtype)

@@ -15,8 +15,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from shardzoo.zoo.in_place import rows_at
 from shardzoo.zoo.layout import Param
-from shardzoo.zoo.mesh import TP
+from shardzoo.zoo.mesh import TP, traced_platform
 
 Leaf = Array | Param
 Residual = Literal["whole", "seq"]
@@ -35,6 +36,18 @@ def reduce_residual(partial: Float[Array, "batch seq ..."], residual: Residual) 
     return lax.psum(partial, TP)
 
 
+def contract(x: Float[Array, "batch seq *in"], weight: Float[Array, "*out_in"], inputs: int = 1) -> Float[Array, "..."]:
+    """x . weight over the last `inputs` dims of both, in x's dtype; sums in float32 at least.
+
+    A CPU has matrix products of 16-bit floats only with a float32 result: asked for a 16-bit one, XLA widens the
+    operands, a copy of the weight at every use (five times slower for a batch of 8).
+    """
+    dims = tuple(range(-inputs, 0))
+    wide = jnp.float32 if traced_platform() == "cpu" and x.dtype.itemsize == 2 else None
+    y = jnp.tensordot(x, weight.astype(x.dtype), axes=(dims, dims), preferred_element_type=wide)
+    return y.astype(x.dtype)
+
+
 class ColumnLinear(eqx.Module):
     """y = W x + b with an output dim split over the tensor axes, or with nothing split. No collective.
 
@@ -46,7 +59,7 @@ class ColumnLinear(eqx.Module):
     bias: Float[Leaf, "*out"] | None = None
 
     def __call__(self, x: Float[Array, "batch seq in"]) -> Float[Array, "batch seq *out"]:
-        y = jnp.tensordot(x, self.weight.astype(x.dtype), axes=(-1, -1))
+        y = contract(x, self.weight)
         return y if self.bias is None else y + self.bias.astype(x.dtype)
 
 
@@ -61,10 +74,7 @@ class RowLinear(eqx.Module):
 
     def partial(self, x: Float[Array, "batch seq *in"]) -> Float[Array, "batch seq out"]:
         """This device's share of the sum, without the bias."""
-        inputs = self.weight.ndim - 1
-        return jnp.tensordot(
-            x, self.weight.astype(x.dtype), axes=(tuple(range(-inputs, 0)), tuple(range(1, inputs + 1)))
-        )
+        return contract(x, self.weight, inputs=self.weight.ndim - 1)
 
     def __call__(
         self, x: Float[Array, "batch seq *in"], residual: Residual = "whole"
@@ -99,29 +109,39 @@ class SplitInputLinear(eqx.Module):
     def __call__(self, x: Float[Array, "batch seq whole_in"]) -> Float[Array, "batch seq *out"]:
         size = self.weight.shape[-1]
         mine = lax.dynamic_slice_in_dim(x, lax.axis_index(TP) * size, size, axis=-1)
-        y = lax.psum(jnp.tensordot(mine, self.weight.astype(x.dtype), axes=(-1, -1)), TP)
+        y = lax.psum(contract(mine, self.weight), TP)
         return y if self.bias is None else y + self.bias.astype(x.dtype)
 
 
 class Embedding(eqx.Module):
     """Token embedding with the vocabulary split over the tensor axes, and its transpose as output head.
 
-    `__call__`: `y[B, S, embed] = psum_TP(W[vocab_TP, embed][ids])`, each row from the device that holds it.
+    `__call__`: `y[B, S, embed] = psum_TP(W[vocab_TP, embed][ids])`, each row from the device that holds it; with the
+    "seq" residual a reduce-scatter along seq in place of the psum.
     `logits`: `z[B, S, vocab_TP] = y[B, S, embed] . W[vocab_TP, embed]`; no collective, z stays split.
     """
 
     weight: Float[Leaf, "vocab embed"]
 
-    def __call__(self, ids: Int[Array, "batch seq"], dtype: jnp.dtype | None = None) -> Float[Array, "batch seq embed"]:
+    def __call__(
+        self,
+        ids: Int[Array, "batch seq"],
+        dtype: jnp.dtype | None = None,
+        residual: Residual = "whole",
+        *,
+        in_place: bool = False,
+    ) -> Float[Array, "batch part_seq embed"]:
+        """The stream in `dtype` (the weight's). `in_place` reads the table by `in_place.rows_at`: no gradient."""
         rows = self.weight.shape[0]
         local = ids - lax.axis_index(TP) * rows
         here = (local >= 0) & (local < rows)
-        found = self.weight[jnp.where(here, local, 0)]
+        local = jnp.where(here, local, 0)
+        found = rows_at(self.weight, local) if in_place else self.weight[local]
         y = jnp.where(here[..., None], found, 0)
-        return lax.psum(y if dtype is None else y.astype(dtype), TP)
+        return reduce_residual(y if dtype is None else y.astype(dtype), residual)
 
     def logits(self, y: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq vocab"]:
-        return jnp.tensordot(y, self.weight.astype(y.dtype), axes=(-1, -1))
+        return contract(y, self.weight)
 
 
 class RMSNorm(eqx.Module):

@@ -179,16 +179,17 @@ def split_at_rest(declared: Tree, axis: str, degrees: Degrees, *, smallest: int 
     return _each(declared, one)
 
 
-def gather_at_rest(live: Tree, declared: Tree) -> Tree:
+def gather_at_rest(live: Tree, declared: Tree, *, to: str = "varying") -> Tree:
     """The leaves as their layers use them: all-gathered over the axes that only split them at rest.
 
-    `declared` may still have the `layer` dim that a scan has taken off `live`.
+    `declared` may still have the `layer` dim that a scan has taken off `live`. `to="invarying"` makes the result known
+    to be equal on these axes, for activations that are too (a decode step); the gradient is scattered for "varying".
     """
 
     def one(param: Param, value: Array) -> Array:
         names = param.names[param.ndim - value.ndim :]
         for dim, axis in param.rest.items():
-            value = lax.all_gather(value, axis, axis=names.index(dim), tiled=True)
+            value = lax.all_gather(value, axis, axis=names.index(dim), tiled=True, to=to)
         return value
 
     return jax.tree.map(one, declared, live)

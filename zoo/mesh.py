@@ -134,3 +134,12 @@ def kv_problem(dim: str, size: int, tensor: int) -> str | None:
         f"{dim}={size} does not divide by tensor={tensor}, nor is tensor={tensor} a multiple of it:"
         f" use tensor={', '.join(map(str, fits))}"
     )
+
+
+def traced_platform() -> str | None:
+    """Platform of the mesh whose `shard_map` is being traced; None outside of one.
+
+    A mesh knows its devices, also those of a topology that is compiled for without having it.
+    """
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return None if device is None else device.platform

@@ -1,0 +1,496 @@
+"""Dense decoder language models: Llama, Mistral, Qwen2, Qwen2.5 and Qwen3 from one file.
+
+Source: the model classes Llama, Mistral, Qwen2 and Qwen3 of transformers 5. They differ in what `Config` says: biases,
+norms of q and k per head, a sliding window, tied embeddings, scaling of the rotary frequencies.
+
+Mesh axes: the batch over `data`, the sequence over `context`, heads, mlp and vocabulary over the tensor axes, KV heads
+over `kv`; `pipe` must be 1. Shapes inside layers are one device's. The blocks are stacked and run by one `lax.scan`.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from beartype import beartype
+from jax import P, lax
+from jax.sharding import AbstractMesh, Mesh
+from jaxtyping import Array, Bool, Float, Int, jaxtyped
+
+from shardzoo.errors import InputError, fail_if
+from shardzoo.kernels.flash_attention.options import varying_like
+from shardzoo.zoo import layout
+from shardzoo.zoo.attention import attention
+from shardzoo.zoo.families import Family, register
+from shardzoo.zoo.in_place import block_at
+from shardzoo.zoo.layers import (
+    ColumnLinear,
+    Embedding,
+    Residual,
+    RMSNorm,
+    RowLinear,
+    gather_residual,
+)
+from shardzoo.zoo.layout import Param
+from shardzoo.zoo.mesh import CONTEXT, DATA, KV, PIPE, TP
+from shardzoo.zoo.rope import Rope, Rotary, rotary, rotate
+
+WHOLE_STREAM: Residual = "whole"
+Host = Array | np.ndarray  # what the public functions take
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """Sizes and variants.
+
+    Attributes:
+        vocab, embed, layers, heads, kv_heads, head_dim, mlp: sizes; heads * head_dim need not be embed.
+        norm_eps: of every RMS norm.
+        rope: rotary frequencies.
+        qkv_bias, out_bias, mlp_bias: which projections have biases.
+        qk_norm: RMS norm over head_dim of each query and key head, before the rotation (Qwen3).
+        tied: the output head is the embedding.
+        sliding_window: a token sees itself and the `sliding_window - 1` tokens before it; None is all.
+        sliding_layers: the layers that the window is for; None is all of them.
+        max_positions: longest sequence that the model is made for.
+    """
+
+    vocab: int
+    embed: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp: int
+    norm_eps: float = 1e-5
+    rope: Rope = dataclasses.field(default_factory=Rope)
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    tied: bool = False
+    sliding_window: int | None = None
+    sliding_layers: tuple[bool, ...] | None = None
+    max_positions: int = 131072
+
+    def __post_init__(self):
+        sizes = ("vocab", "embed", "layers", "heads", "kv_heads", "head_dim", "mlp", "max_positions")
+        problems = [f"{n}={getattr(self, n)} is not at least 1: change it" for n in sizes if getattr(self, n) < 1]
+        if not problems and self.heads % self.kv_heads:
+            problems.append(f"heads={self.heads} does not divide by kv_heads={self.kv_heads}: change one of them")
+        if self.head_dim % 2:
+            problems.append(f"head_dim={self.head_dim} is odd (rotary pairs need an even one): change it")
+        if self.sliding_window is not None and self.sliding_window < 1:
+            problems.append(f"sliding_window={self.sliding_window} is not at least 1: use None for no window")
+        if self.sliding_layers is not None and len(self.sliding_layers) != self.layers:
+            given = len(self.sliding_layers)
+            problems.append(
+                f"layers={self.layers} are not the {given} of sliding_layers: give one entry for each layer"
+            )
+        fail_if(problems, "decoder config")
+
+    @property
+    def windowed(self) -> tuple[bool, ...]:
+        """For each layer, whether it has the window."""
+        if self.sliding_window is None:
+            return (False,) * self.layers
+        return self.sliding_layers or (True,) * self.layers
+
+
+def by_window(
+    config: Config, layer: Int[Array, ""], attend: Callable[[int | None], Array]
+) -> Float[Array, "batch seq heads head_dim"]:
+    """`attend(window)` of this layer: windows are static, so layers that differ become the branches of a `cond`."""
+    windowed = config.windowed
+    if len(set(windowed)) == 1:
+        return attend(config.sliding_window if windowed[0] else None)
+    here = jnp.asarray(windowed)[layer]
+    return lax.cond(here, lambda: attend(config.sliding_window), lambda: attend(None))
+
+
+class Attention(eqx.Module):
+    """Projections and norms round an attention: x whole in embed -> q, kv split by heads; output whole again.
+
+    `q[B, S, H_TP, D] = x[B, S, E] . Wq[H_TP, D, E]`, `kv[B, S, 2, K_kv, D]` likewise;
+    `y[B, S, E] = psum_TP(o[B, S, H_TP, D] . Wo[E, H_TP, D])`.
+    """
+
+    q: ColumnLinear
+    kv: ColumnLinear
+    out: RowLinear
+    q_norm: RMSNorm | None
+    k_norm: RMSNorm | None
+
+    @classmethod
+    def declare(cls, c: Config) -> "Attention":
+        heads, kv = (c.heads, c.head_dim), (2, c.kv_heads, c.head_dim)
+        q_bias = Param("heads head_dim", heads, {"heads": TP}) if c.qkv_bias else None
+        kv_bias = Param("block kv_heads head_dim", kv, {"kv_heads": KV}) if c.qkv_bias else None
+        out_bias = Param("embed", (c.embed,)) if c.out_bias else None
+
+        def norm() -> RMSNorm | None:
+            return RMSNorm(Param("head_dim", (c.head_dim,)), eps=c.norm_eps) if c.qk_norm else None
+
+        return cls(
+            q=ColumnLinear(Param("heads head_dim embed", (*heads, c.embed), {"heads": TP}), q_bias),
+            kv=ColumnLinear(Param("block kv_heads head_dim embed", (*kv, c.embed), {"kv_heads": KV}), kv_bias),
+            out=RowLinear(Param("embed heads head_dim", (c.embed, *heads), {"heads": TP}), out_bias),
+            q_norm=norm(),
+            k_norm=norm(),
+        )
+
+    def project(
+        self, x: Float[Array, "batch seq embed"], turn: Rotary
+    ) -> tuple[Float[Array, "batch seq heads head_dim"], Float[Array, "batch seq two kv_heads head_dim"]]:
+        q, kv = self.q(x), self.kv(x)
+        k, v = kv[:, :, 0], kv[:, :, 1]
+        q = q if self.q_norm is None else self.q_norm(q)
+        k = k if self.k_norm is None else self.k_norm(k)
+        return rotate(q, turn), jnp.stack([rotate(k, turn), v], axis=2)
+
+
+class Mlp(eqx.Module):
+    """y = down(silu(gate x) * up x); x and y whole, the mlp dim split over the tensor axes."""
+
+    gate_up: ColumnLinear
+    down: RowLinear
+
+    @classmethod
+    def declare(cls, c: Config) -> "Mlp":
+        up_bias = Param("block mlp", (2, c.mlp), {"mlp": TP}) if c.mlp_bias else None
+        down_bias = Param("embed", (c.embed,)) if c.mlp_bias else None
+        return cls(
+            gate_up=ColumnLinear(Param("block mlp embed", (2, c.mlp, c.embed), {"mlp": TP}), up_bias),
+            down=RowLinear(Param("embed mlp", (c.embed, c.mlp), {"mlp": TP}), down_bias),
+        )
+
+    def __call__(
+        self, x: Float[Array, "batch seq embed"], residual: Residual = WHOLE_STREAM
+    ) -> Float[Array, "batch part_seq embed"]:
+        gate_up = self.gate_up(x)
+        return self.down(jax.nn.silu(gate_up[:, :, 0]) * gate_up[:, :, 1], residual)
+
+
+class Block(eqx.Module):
+    """One layer, in two halves round the attention, so that a cache can stand between them.
+
+    Collectives of a block, besides those of `attention`, all over the tensor axes: with the "whole" residual two
+    all-reduces; with "seq" two all-gathers and two reduce-scatters.
+    """
+
+    attn_norm: RMSNorm
+    attn: Attention
+    mlp_norm: RMSNorm
+    mlp: Mlp
+
+    @classmethod
+    def declare(cls, c: Config) -> "Block":
+        def norm() -> RMSNorm:
+            return RMSNorm(Param("embed", (c.embed,)), eps=c.norm_eps)
+
+        return cls(attn_norm=norm(), attn=Attention.declare(c), mlp_norm=norm(), mlp=Mlp.declare(c))
+
+    def project(
+        self, x: Float[Array, "batch seq embed"], turn: Rotary, residual: Residual = WHOLE_STREAM
+    ) -> tuple[Float[Array, "batch all_seq heads head_dim"], Float[Array, "batch all_seq two kv_heads head_dim"]]:
+        """Queries, and keys and values, from the stream."""
+        return self.attn.project(gather_residual(self.attn_norm(x), residual), turn)
+
+    def finish(
+        self,
+        x: Float[Array, "batch seq embed"],
+        attended: Float[Array, "batch all_seq heads head_dim"],
+        residual: Residual = WHOLE_STREAM,
+    ) -> Float[Array, "batch seq embed"]:
+        """The stream after this block, from what the queries got."""
+        x = x + self.attn.out(attended, residual)
+        return x + self.mlp(gather_residual(self.mlp_norm(x), residual), residual)
+
+
+class Decoder(eqx.Module):
+    """Embedding, stacked blocks, final norm and head (None when tied)."""
+
+    embed: Embedding
+    blocks: Block
+    norm: RMSNorm
+    head: Embedding | None
+    config: Config = eqx.field(static=True)
+
+    @classmethod
+    def declare(cls, c: Config) -> "Decoder":
+        def table() -> Embedding:
+            return Embedding(Param("vocab embed", (c.vocab, c.embed), {"vocab": TP}))
+
+        return cls(
+            embed=table(),
+            blocks=layout.stack(Block.declare(c), c.layers),
+            norm=RMSNorm(Param("embed", (c.embed,)), eps=c.norm_eps),
+            head=None if c.tied else table(),
+            config=c,
+        )
+
+    def logits(
+        self, x: Float[Array, "batch seq embed"], residual: Residual = WHOLE_STREAM
+    ) -> Float[Array, "batch all_seq vocab"]:
+        """Logits of this device's part of the vocabulary, from the normed stream."""
+        return (self.embed if self.head is None else self.head).logits(gather_residual(x, residual))
+
+
+def declare(config: Config, dtype: Any = np.float32) -> Decoder:
+    """The declared decoder with every weight in `dtype`."""
+    return layout.astype(Decoder.declare(config), dtype)
+
+
+def check_mesh(declared: Decoder, mesh: Mesh | AbstractMesh, where: str) -> None:
+    """Raises `InputError` if the mesh does not fit the declaration, or splits the layers."""
+    layout.audit(declared, mesh)
+    if mesh.shape[PIPE] > 1:
+        raise InputError(f"{where}: pipe={mesh.shape[PIPE]} would split the layers, and this family cannot: use pipe=1")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """How `forward` runs; the options are explained there."""
+
+    residual: Residual = "whole"
+    remat: bool = False
+    dtype: Any = None
+    hidden_states: tuple[int, ...] | None = None
+    logits: bool = True
+    in_place: bool = False
+
+
+@runtime_checkable
+class Forward(Protocol):
+    """See `forward`."""
+
+    def __call__(
+        self,
+        model: Decoder,
+        tokens: Int[Host, "batch seq"],
+        *,
+        lengths: Int[Host, "batch"] | None = None,
+        mask: Bool[Host, "batch seq"] | None = None,
+        positions: Int[Host, "batch seq"] | None = None,
+    ) -> Any: ...
+
+
+def forward(
+    declared: Decoder,
+    mesh: Mesh | AbstractMesh,
+    *,
+    residual: Residual = "whole",
+    remat: bool = False,
+    dtype: Any = None,
+    hidden_states: tuple[int, ...] | bool = False,
+    logits: bool = True,
+    in_place: bool = False,
+) -> Forward:
+    """The pure function `f(model, tokens, *, lengths, mask, positions)`: jit it, or call it inside a jitted function.
+
+    It returns logits [batch, seq, vocab], split like batch, seq and vocabulary; with hidden states asked for
+    (logits, hidden [state, batch, seq, embed]), and only the latter with `logits=False`. Any batch and length will do:
+    both are padded to what the mesh needs, and the result is cut back.
+
+    f's arguments, beside the live model and the tokens:
+        lengths: valid prefix of each row (rows padded on the right); results beyond it mean nothing.
+        mask: True for tokens that others may see, for padding on any side; results on padding are those of the
+            transformers library, whose queries on padding see the visible tokens before them. Not with `lengths`.
+        positions: of the tokens, for the rotation only; 0, 1, 2 ... if not given.
+
+    Args:
+        residual: "seq" splits the stream between blocks along the sequence over the tensor axes as well.
+        remat: compute each block again in the backward pass rather than keep its activations.
+        dtype: of the activations; None is that of the weights.
+        hidden_states: True, or the indices wanted, in ascending order: 0 is the embedding, i the stream after block i,
+            and the last one (i = layers) comes after the final norm.
+        logits: False leaves out the head and all blocks after the last hidden state.
+        in_place: read the weights where they lie, without a gradient: faster on a CPU in 16-bit floats (`in_place.py`).
+
+    Raises:
+        InputError: the mesh does not fit the declaration or has pipe > 1; hidden states that do not exist.
+    """
+    check_mesh(declared, mesh, "decoder.forward")
+    states = tuple(range(declared.config.layers + 1)) if hidden_states is True else hidden_states or None
+    _check_states(declared.config, states, logits)
+    run = Run(residual=residual, remat=remat, dtype=dtype, hidden_states=states, logits=logits, in_place=in_place)
+    stream = P(DATA, CONTEXT) if residual == "whole" else P(DATA, (CONTEXT, *TP))
+    out_specs = (P(DATA, CONTEXT, TP) if logits else None, None if states is None else P(None, *stream))
+    sequence = {"tokens": P(DATA, CONTEXT), "mask": P(DATA, CONTEXT), "positions": P(DATA, CONTEXT), "lengths": P(DATA)}
+    seq_ways = mesh.shape[CONTEXT] * (1 if residual == "whole" else mesh.shape[TP[0]] * mesh.shape[TP[1]])
+
+    @jaxtyped(typechecker=beartype)
+    def f(
+        model: Decoder,
+        tokens: Int[Host, "batch seq"],
+        *,
+        lengths: Int[Host, "batch"] | None = None,
+        mask: Bool[Host, "batch seq"] | None = None,
+        positions: Int[Host, "batch seq"] | None = None,
+    ) -> Any:
+        if lengths is not None and mask is not None:
+            raise InputError("decoder.forward: lengths and mask were both given: give one of them")
+        given = {"tokens": tokens, "lengths": lengths, "mask": mask, "positions": positions}
+        arrays = {k: _pad(jnp.asarray(v), mesh.shape[DATA], seq_ways) for k, v in given.items() if v is not None}
+        shard = jax.shard_map(
+            lambda model, arrays: _forward(model, declared, run, **arrays),
+            mesh=mesh,
+            in_specs=(layout.specs(declared), {k: sequence[k] for k in arrays}),
+            out_specs=out_specs,
+            check_vma=True,
+        )
+        out, hidden = shard(model, arrays)
+        batch, seq = tokens.shape
+        out = None if out is None else _cut(out, 0, (batch, seq))
+        hidden = None if hidden is None else _cut(hidden, 1, (batch, seq))
+        return out if hidden is None else hidden if out is None else (out, hidden)
+
+    return f
+
+
+def _check_states(config: Config, states: tuple[int, ...] | None, logits: bool) -> None:
+    if states is None and not logits:
+        raise InputError("decoder.forward: logits=False leaves nothing to return: ask for hidden_states")
+    if states is None:
+        return
+    if list(states) != sorted(set(states)) or not 0 <= states[0] <= states[-1] <= config.layers:
+        raise InputError(
+            f"decoder.forward: hidden_states={states} are not ascending indices from 0 to {config.layers}: change them"
+        )
+
+
+def _pad(x: Array, batch_ways: int, seq_ways: int) -> Array:
+    """x with zeros added until its batch, and its sequence if it has one, divide."""
+    ways = (batch_ways, seq_ways)[: x.ndim]
+    extra = [(0, -size % way) for size, way in zip(x.shape, ways, strict=True)]
+    return jnp.pad(x, extra) if any(after for _, after in extra) else x
+
+
+def _cut(x: Array, axis: int, sizes: tuple[int, int]) -> Array:
+    for dim, size in enumerate(sizes, axis):
+        x = x if x.shape[dim] == size else lax.slice_in_dim(x, 0, size, axis=dim)
+    return x
+
+
+def _forward(
+    model: Decoder,
+    declared: Decoder,
+    run: Run,
+    *,
+    tokens: Int[Array, "batch seq"],
+    lengths: Int[Array, "batch"] | None = None,
+    mask: Bool[Array, "batch seq"] | None = None,
+    positions: Int[Array, "batch seq"] | None = None,
+) -> tuple[Float[Array, "batch seq vocab"] | None, Float[Array, "state batch part_seq embed"] | None]:
+    """One device's logits and hidden states."""
+    config, states = model.config, run.hidden_states
+    model = gather_ends(model, declared)
+    if positions is None:
+        positions = sequence_positions(tokens.shape[1])
+    turn = rotary(config.rope, config.head_dim, positions)
+    x = model.embed(tokens, run.dtype, run.residual, in_place=run.in_place)
+    layers = config.layers if run.logits or states is None else states[-1]
+    slots = _slots(config, states)
+    kept = None if slots is None else varying_like(jnp.zeros((len(states) + 1, *x.shape), x.dtype), x)
+    kept = None if slots is None else kept.at[slots[0]].set(x)
+
+    def body(carry, inputs):
+        x, kept = carry
+        block, layer = inputs
+        block = block_at(model.blocks, layer) if run.in_place else block
+        block = layout.gather_at_rest(block, declared.blocks)
+        q, kv = block.project(x, turn, run.residual)
+        attended = by_window(
+            config,
+            layer,
+            lambda window: attention(q, kv, causal=True, window=window, lengths=lengths, key_mask=mask),
+        )
+        x = block.finish(x, attended, run.residual)
+        if slots is not None:
+            kept = lax.dynamic_update_index_in_dim(kept, x, slots[layer + 1], 0)
+        return (x, kept), None
+
+    body = jax.checkpoint(body, prevent_cse=False) if run.remat else body
+    blocks = None if run.in_place else jax.tree.map(lambda w: w[:layers], model.blocks)
+    (x, kept), _ = lax.scan(body, (x, kept), (blocks, jnp.arange(layers)))
+    if states is not None and states[-1] < config.layers and not run.logits:
+        return None, kept[:-1]
+    x = model.norm(x)
+    if states is not None and states[-1] == config.layers:
+        kept = kept.at[len(states) - 1].set(x)
+    return model.logits(x, run.residual) if run.logits else None, None if kept is None else kept[:-1]
+
+
+def _slots(config: Config, states: tuple[int, ...] | None) -> Int[Array, "states"] | None:
+    """Where each hidden state is kept: its place among those wanted, or the place after them, which is thrown away."""
+    if states is None:
+        return None
+    return jnp.asarray([states.index(i) if i in states else len(states) for i in range(config.layers + 1)])
+
+
+def gather_ends(model: Decoder, declared: Decoder, *, to: str = "varying") -> Decoder:
+    """The model with everything but its blocks gathered from a split at rest."""
+    ends = (model.embed, model.norm, model.head)
+    whole = layout.gather_at_rest(ends, (declared.embed, declared.norm, declared.head), to=to)
+    return dataclasses.replace(model, embed=whole[0], norm=whole[1], head=whole[2])
+
+
+def sequence_positions(seq: int) -> Int[Array, "one seq"]:
+    """Global positions of this device's share of the sequence."""
+    return (lax.axis_index(CONTEXT) * seq + jnp.arange(seq, dtype=jnp.int32))[None]
+
+
+LLAMA3 = Rope(theta=500000.0, scaling="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
+LLAMA32 = dataclasses.replace(LLAMA3, factor=32.0)
+QWEN = Rope(theta=1000000.0)
+
+
+def _smollm2(embed: int, layers: int, heads: int, kv_heads: int, mlp: int, theta: float, eps: float = 1e-5) -> Config:
+    return Config(
+        vocab=49152, embed=embed, layers=layers, heads=heads, kv_heads=kv_heads, head_dim=64, mlp=mlp,
+        norm_eps=eps, rope=Rope(theta=theta), tied=True, max_positions=8192,
+    )  # fmt: skip
+
+
+PRESETS = {
+    "smollm2-135m": _smollm2(576, 30, 9, 3, 1536, 100000.0),
+    "smollm2-360m": _smollm2(960, 32, 15, 5, 2560, 100000.0),
+    "smollm2-1.7b": _smollm2(2048, 24, 32, 32, 8192, 130000.0),
+    "llama-3.1-8b": Config(
+        vocab=128256, embed=4096, layers=32, heads=32, kv_heads=8, head_dim=128, mlp=14336, rope=LLAMA3
+    ),
+    "llama-3.2-1b": Config(
+        vocab=128256, embed=2048, layers=16, heads=32, kv_heads=8, head_dim=64, mlp=8192, rope=LLAMA32, tied=True
+    ),
+    "llama-3.2-3b": Config(
+        vocab=128256, embed=3072, layers=28, heads=24, kv_heads=8, head_dim=128, mlp=8192, rope=LLAMA32, tied=True
+    ),
+    "mistral-7b-v0.3": Config(
+        vocab=32768, embed=4096, layers=32, heads=32, kv_heads=8, head_dim=128, mlp=14336, rope=QWEN,
+        max_positions=32768,
+    ),
+    "mistral-small-3.2-24b": Config(
+        vocab=131072, embed=5120, layers=40, heads=32, kv_heads=8, head_dim=128, mlp=32768, rope=Rope(theta=1e9)
+    ),
+    "qwen2.5-0.5b": Config(
+        vocab=151936, embed=896, layers=24, heads=14, kv_heads=2, head_dim=64, mlp=4864, norm_eps=1e-6, rope=QWEN,
+        qkv_bias=True, tied=True, max_positions=32768,
+    ),
+    "qwen2.5-7b": Config(
+        vocab=152064, embed=3584, layers=28, heads=28, kv_heads=4, head_dim=128, mlp=18944, norm_eps=1e-6, rope=QWEN,
+        qkv_bias=True,
+    ),
+    "qwen3-4b": Config(
+        vocab=151936, embed=2560, layers=36, heads=32, kv_heads=8, head_dim=128, mlp=9728, norm_eps=1e-6, rope=QWEN,
+        qk_norm=True, tied=True, max_positions=40960,
+    ),
+    "qwen3-8b": Config(
+        vocab=151936, embed=4096, layers=36, heads=32, kv_heads=8, head_dim=128, mlp=12288, norm_eps=1e-6, rope=QWEN,
+        qk_norm=True, max_positions=40960,
+    ),
+}  # fmt: skip
+
+register(Family(name="decoder", config=Config, declare=declare, presets=PRESETS))
