@@ -11,6 +11,7 @@ from shardzoo.convert.families import FamilyRules, Layout
 from shardzoo.convert.rules import Rule
 from shardzoo.errors import fail_if
 from shardzoo.zoo import decoder
+from shardzoo.zoo.rope import Rope
 
 _BLOCK = "{body}layers.{layer}."
 _Q, _KV = "(heads head_dim)", "(kv_heads head_dim)"
@@ -223,22 +224,22 @@ def _rope_type(rope: Mapping[str, Any], kind: str) -> str:
     return "default" if name == "mrope" and kind.endswith("_vl_text") else name
 
 
-def _rope(text: Mapping[str, Any], kind: str) -> decoder.Rope:
+def _rope(text: Mapping[str, Any], kind: str) -> Rope:
     rope = _rope_fields(text)
     name = _rope_type(rope, kind)
     theta = float(rope.get("rope_theta", _THETA.get(kind, 1e4)))
     if name == "linear":
-        return decoder.Rope(theta=theta, kind="linear", factor=float(rope["factor"]))
+        return Rope(theta=theta, scaling="linear", factor=float(rope["factor"]))
     if name == "llama3":
-        return decoder.Rope(
+        return Rope(
             theta=theta,
-            kind="llama3",
+            scaling="llama3",
             factor=float(rope["factor"]),
             low_freq_factor=float(rope["low_freq_factor"]),
             high_freq_factor=float(rope["high_freq_factor"]),
-            original_max_positions=int(rope["original_max_position_embeddings"]),
+            original_positions=int(rope["original_max_position_embeddings"]),
         )
-    return decoder.Rope(theta=theta)
+    return Rope(theta=theta)
 
 
 def _sliding(text: Mapping[str, Any], kind: str) -> tuple[int | None, tuple[bool, ...] | None]:

@@ -160,7 +160,7 @@ def test_configs_that_transformers_writes_are_read_as_it_reads_them(kind, config
     ours = read_config(theirs.to_dict(), ())
     assert (ours.vocab, ours.embed, ours.layers, ours.mlp) == (100, 64, 4, 96)
     assert (ours.heads, ours.kv_heads, ours.head_dim) == (4, 2, getattr(theirs, "head_dim", None) or 16)
-    assert ours.rope.theta == theirs.rope_parameters["rope_theta"] and ours.rope.kind == "none"
+    assert ours.rope.theta == theirs.rope_parameters["rope_theta"] and ours.rope.scaling == "none"
     assert ours.tied == theirs.tie_word_embeddings and ours.norm_eps == theirs.rms_norm_eps
     bias = getattr(theirs, "attention_bias", False)
     assert (ours.qkv_bias, ours.out_bias, ours.mlp_bias) == (bias or kind == "qwen2", bias, more.get("mlp_bias", False))
@@ -198,13 +198,13 @@ LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "origi
 )
 def test_rope_is_read_from_old_and_new_names(rope):
     ours = read(**hf("llama", SMALL, **rope)).rope
-    assert (ours.theta, ours.kind, ours.factor, ours.original_max_positions) == (5e5, "llama3", 8.0, 8192)
+    assert (ours.theta, ours.scaling, ours.factor, ours.original_positions) == (5e5, "llama3", 8.0, 8192)
     assert (ours.low_freq_factor, ours.high_freq_factor) == (1.0, 4.0)
 
 
 def test_linear_rope_is_read():
     ours = read(**hf("llama", SMALL, rope_theta=1e4, rope_scaling={"type": "linear", "factor": 2.0})).rope
-    assert (ours.kind, ours.factor) == ("linear", 2.0)
+    assert (ours.scaling, ours.factor) == ("linear", 2.0)
 
 
 @pytest.mark.parametrize(

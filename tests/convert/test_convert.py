@@ -1,0 +1,379 @@
+"""Conversion of tiny models as users have them: every value in its place, bit for bit, and what is refused and why."""
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import safetensors.numpy
+import safetensors.torch
+import tiny_models
+import torch
+
+from shardzoo import checkpoints
+from shardzoo.convert.convert import convert, plan_conversion
+from shardzoo.errors import InputError
+
+LAYERS = 3
+
+
+def stored_bits(checkpoint, path):
+    values = checkpoint.read(path)
+    return np.ascontiguousarray(values).reshape(-1).view(np.uint8).reshape(*values.shape, values.dtype.itemsize)
+
+
+def roots(state):
+    """(prefix of the body, key of the head) of a state dict, told from its keys and not from the converter's rules."""
+    embed = next(key for key in state if key.endswith("embed_tokens.weight"))
+    head = next((key for key in state if key.endswith("lm_head.weight")), None)
+    return embed.removesuffix("embed_tokens.weight"), head
+
+
+def expected_leaves(state):
+    """Path -> bits of the leaf, put together by hand from a transformers state dict."""
+    body, head = roots(state)
+
+    def stacked(name):
+        return np.stack([tiny_models.bits(state[f"{body}layers.{i}.{name}"]) for i in range(LAYERS)])
+
+    leaves = {
+        "embed.weight": tiny_models.bits(state[f"{body}embed_tokens.weight"]),
+        "norm.weight": tiny_models.bits(state[f"{body}norm.weight"]),
+        "blocks.attn_norm.weight": stacked("input_layernorm.weight"),
+        "blocks.mlp_norm.weight": stacked("post_attention_layernorm.weight"),
+    }
+    if head:
+        leaves["head.weight"] = tiny_models.bits(state[head])
+    if f"{body}layers.0.self_attn.q_norm.weight" in state:
+        leaves |= {f"blocks.attn.{n}_norm.weight": stacked(f"self_attn.{n}_norm.weight") for n in "qk"}
+    for kind in ("weight", "bias"):
+        last = (32,) if kind == "weight" else ()
+        here = {n for n in ("q", "k", "v", "o") if f"{body}layers.0.self_attn.{n}_proj.{kind}" in state}
+        if "q" in here:
+            item = stacked(f"self_attn.q_proj.{kind}").shape[-1]
+            leaves[f"blocks.attn.q.{kind}"] = stacked(f"self_attn.q_proj.{kind}").reshape(LAYERS, 4, 8, *last, item)
+            both = [stacked(f"self_attn.{n}_proj.{kind}").reshape(LAYERS, 2, 8, *last, item) for n in "kv"]
+            leaves[f"blocks.attn.kv.{kind}"] = np.stack(both, axis=1)
+        if "o" in here:
+            out = stacked(f"self_attn.o_proj.{kind}")
+            leaves[f"blocks.attn.out.{kind}"] = out.reshape(LAYERS, 32, 4, 8, -1) if kind == "weight" else out
+        if f"{body}layers.0.mlp.up_proj.{kind}" in state:
+            pair = [stacked(f"mlp.{n}_proj.{kind}") for n in ("gate", "up")]
+            leaves[f"blocks.mlp.gate_up.{kind}"] = np.stack(pair, axis=1)
+            leaves[f"blocks.mlp.down.{kind}"] = stacked(f"mlp.down_proj.{kind}")
+    return leaves
+
+
+def check_values(checkpoint, state):
+    wanted = expected_leaves(state)
+    assert set(checkpoint.manifest.leaves) == set(wanted)
+    for path, bits in wanted.items():
+        np.testing.assert_array_equal(stored_bits(checkpoint, path), bits, err_msg=path)
+
+
+@pytest.mark.parametrize("name", tiny_models.MODELS)
+def test_every_value_of_a_safetensors_folder_is_in_its_place(tmp_path, name):
+    source = tiny_models.save(name, tmp_path / "source")
+    report = convert(source, tmp_path / "ckpt", sync=False)
+    checkpoint = checkpoints.open(tmp_path / "ckpt")
+    files = sorted(source.glob("*.safetensors"))
+    assert len(files) > 2
+    state = {key: tensor for file in files for key, tensor in safetensors.torch.load_file(file).items()}
+    check_values(checkpoint, state)
+    others = {key for key in state if "vision" in key or "visual" in key or "multi_modal" in key}
+    assert set(checkpoint.manifest.carried) == set(report.carried) == others
+    for key in others:
+        np.testing.assert_array_equal(stored_bits(checkpoint, f"carried/{key}"), tiny_models.bits(state[key]))
+    assert report.tensors == len(state) and report.bytes_read == sum(t.nbytes for t in state.values())
+    assert {"config.json", "tokenizer.json", "tokenizer_config.json"} <= set(checkpoint.assets)
+    assert checkpoint.assets["config.json"].read_bytes() == (source / "config.json").read_bytes()
+    checkpoints.verify(tmp_path / "ckpt", level="full")
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "qwen3"])
+def test_every_value_of_pickled_files_is_in_its_place(tmp_path, name, shards):
+    source = tiny_models.save_bin(name, tmp_path / "source", torch.float16, shards)
+    report = convert(source, tmp_path / "ckpt", sync=False)
+    checkpoint = checkpoints.open(tmp_path / "ckpt")
+    state = {key: value for f in source.glob("*.bin") for key, value in torch.load(f, weights_only=True).items()}
+    body, head = roots(state)
+    if name == "llama-tied":
+        assert report.aliases == {head: f"{body}embed_tokens.weight"} == checkpoint.manifest.header.aliases
+        state.pop(head)
+    check_values(checkpoint, state)
+
+
+def test_the_manifest_names_every_source_tensor_once_and_the_digest_of_every_file(tmp_path):
+    import hashlib
+
+    source = tiny_models.save("qwen2", tmp_path / "source")
+    report = convert(source, tmp_path / "ckpt", sync=False)
+    manifest = checkpoints.open(tmp_path / "ckpt").manifest
+    keys = [record["key"] for leaf in manifest.leaves.values() for record in leaf.provenance]
+    assert sorted(keys) == sorted(json.loads((source / "model.safetensors.index.json").read_text())["weight_map"])
+    for entry in manifest.header.sources:
+        data = (source / entry.name).read_bytes()
+        assert entry.sha256 == hashlib.sha256(data).hexdigest() == report.files[entry.name]
+        assert entry.size == len(data) and entry.header.encode() == data[8 : 8 + len(entry.header.encode())]
+
+
+def test_two_conversions_write_the_same_bytes(tmp_path):
+    source = tiny_models.save("mistral3", tmp_path / "source")
+    for name in ("one", "two"):
+        convert(source, tmp_path / name, sync=False)
+    assert tiny_models.files(tmp_path / "one") == tiny_models.files(tmp_path / "two")
+
+
+@pytest.mark.parametrize(("name", "made"), [("bf16", torch.bfloat16), ("float16", torch.float16)])
+def test_dtype_casts_to_nearest(tmp_path, name, made):
+    source = tiny_models.save("llama", tmp_path / "source", torch.float32)
+    report = convert(source, tmp_path / "ckpt", dtype=name, sync=False)
+    state = {k: v for f in source.glob("*.safetensors") for k, v in safetensors.torch.load_file(f).items()}
+    check_values(checkpoints.open(tmp_path / "ckpt"), {key: value.to(made) for key, value in state.items()})
+    assert report.cast == str(made).removeprefix("torch.")
+
+
+def test_a_cast_that_loses_a_value_to_infinity_is_refused(tmp_path):
+    source = tiny_models.save("llama", tmp_path / "source", torch.float32)
+    file = next(f for f in source.glob("*.safetensors") if "model.norm.weight" in safetensors.torch.load_file(f))
+    tensors = safetensors.torch.load_file(file)
+    tensors["model.norm.weight"][3] = 1e6
+    safetensors.torch.save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(InputError, match=r"model.norm.weight: 1 values do not fit dtype=float16, the first is 1e\+06"):
+        convert(source, tmp_path / "ckpt", dtype="fp16", sync=False)
+    assert not (tmp_path / "ckpt").exists()
+
+
+def test_fp8_keeps_its_bits_and_mixed_dtypes_need_a_cast(tmp_path):
+    source = tiny_models.save("llama-tied", tmp_path / "source", torch.float32, shard="1GB")
+    file = source / "model.safetensors"
+    state = {key: value.to(torch.float8_e4m3fn) for key, value in safetensors.torch.load_file(file).items()}
+    safetensors.torch.save_file(state, file, {"format": "pt"})
+    convert(source, tmp_path / "ckpt", sync=False)
+    check_values(checkpoints.open(tmp_path / "ckpt"), state)
+    state["model.layers.1.mlp.down_proj.weight"] = state["model.layers.1.mlp.down_proj.weight"].to(torch.float32)
+    state["model.layers.2.input_layernorm.weight"] = torch.zeros(32, dtype=torch.int8)
+    safetensors.torch.save_file(state, file, {"format": "pt"})
+    with pytest.raises(InputError) as error:
+        plan_conversion(source)
+    assert "model.layers.2.input_layernorm.weight: dtype int8 is not floating point" in str(error.value)
+    assert "blocks.mlp.down.weight: its tensors have the dtypes float32 and float8_e4m3fn" in str(error.value)
+    assert "model.layers.1.mlp.down_proj.weight: dtype float32" in str(error.value)
+    with pytest.raises(InputError) as error:
+        plan_conversion(source, dtype="bf16")
+    assert "down_proj" not in str(error.value)
+
+
+def rewrite(source, change):
+    """Applies `change` to the state dict of a one-file folder."""
+    file = source / "model.safetensors"
+    state = safetensors.torch.load_file(file)
+    state = change(state) or state
+    safetensors.torch.save_file({key: value.contiguous().clone() for key, value in state.items()}, file)
+    return source
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return tiny_models.save("llama", tmp_path_factory.mktemp("llama") / "source", shard="1GB")
+
+
+@pytest.fixture
+def source(llama, tmp_path):
+    return tiny_models.copy(llama, tmp_path / "source")
+
+
+def refusal(source, **options):
+    """The message, after making sure that nothing was written."""
+    before = set(os.listdir(source.parent))
+    with pytest.raises(InputError) as error:
+        convert(source, source.parent / "ckpt", sync=False, **options)
+    assert set(os.listdir(source.parent)) == before
+    return str(error.value)
+
+
+def test_every_misfit_is_in_one_message(source):
+    def spoil(state):
+        del state["model.layers.0.mlp.up_proj.weight"], state["model.layers.1.mlp.up_proj.weight"]
+        state["model.layers.2.self_attn.k_proj.weight"] = torch.zeros(8, 32, dtype=torch.bfloat16)
+        state["model.norm.weight"] = torch.zeros(32, dtype=torch.int32)
+        state["score.weight"] = torch.zeros(2, 32)
+
+    message = refusal(rewrite(source, spoil))
+    assert "model.layers.{0-1}.mlp.up_proj.weight: missing, of shape (mlp=48, embed=32)" in message
+    wanted = "shape (8, 32), expected (16, 32) = (kv_heads=2 x head_dim=8, embed=32)"
+    assert f"model.layers.2.self_attn.k_proj.weight: {wanted}" in message
+    assert "model.norm.weight: dtype int32" in message
+    assert "score.weight: not known, of shape (2, 32)" in message
+    assert "family decoder in layout 'transformers'" in message
+
+
+def test_a_config_of_another_size_is_refused_with_both_sizes(source):
+    tiny_models.edit_config(source, num_hidden_layers=2, num_key_value_heads=4)
+    message = refusal(source)
+    assert "the file has layers 0 to 2, the config says 2" in message
+    assert "model.layers.2.mlp.up_proj.weight: not known" in message
+    assert "model.layers.{0-1}.self_attn.v_proj.weight: shape (16, 32), expected (32, 32)" in message
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "transformer.", "module._orig_mod."])
+def test_known_wrappers_are_taken_off_and_said_so(source, tmp_path, prefix):
+    wanted = safetensors.torch.load_file(source / "model.safetensors")
+    rewrite(source, lambda state: {prefix + key: value for key, value in state.items()})
+    report = convert(source, tmp_path / "ckpt", sync=False)
+    assert report.prefix == prefix and any(repr(prefix) in note for note in report.notes)
+    check_values(checkpoints.open(tmp_path / "ckpt"), wanted)
+
+
+def test_an_unknown_prefix_is_named_and_taken_off_on_request(source, tmp_path):
+    wanted = safetensors.torch.load_file(source / "model.safetensors")
+    rewrite(source, lambda state: {f"policy.net.{key}": value for key, value in state.items()})
+    message = refusal(source)
+    assert "all keys start with 'policy.net.'" in message and "prefix='policy.net.'" in message
+    convert(source, tmp_path / "ckpt", prefix="policy.net.", sync=False)
+    check_values(checkpoints.open(tmp_path / "ckpt"), wanted)
+    assert "is not on all keys" in refusal(source, prefix="value.", overwrite=True)
+
+
+def test_another_family_is_named_as_what_it_looks_like(source):
+    keys = ["double_blocks.0.img_attn.qkv.weight", "single_blocks.0.linear1.weight"]
+    rewrite(source, lambda _: {key: torch.zeros(2) for key in keys})
+    assert "FLUX" in refusal(source)
+    tiny_models.edit_config(source, model_type="flux")
+    message = refusal(source)
+    assert "'flux'" in message and "FLUX" in message and "decoder (llama" in message
+    (source / "config.json").unlink()
+    message = refusal(source)
+    assert "no config.json" in message and "FLUX" in message
+    assert "family='wan'" in refusal(source, family="wan", config=write_config(source))
+
+
+def write_config(source):
+    path = source.parent / "other.json"
+    path.write_text(json.dumps({"model_type": "llama"}))
+    return path
+
+
+def test_a_config_elsewhere_can_be_named(source, tmp_path):
+    (source / "config.json").rename(tmp_path / "c.json")
+    report = convert(source / "model.safetensors", tmp_path / "ckpt", config=tmp_path / "c.json", sync=False)
+    assert report.tensors == 39
+    assert "is not valid JSON" in refusal(source, config=source / "model.safetensors")
+    assert "cannot be read" in refusal(source, config=tmp_path / "none.json")
+
+
+def test_unsupported_configs_are_refused_with_what_the_file_is(source):
+    tiny_models.edit_config(source, hidden_act="relu")
+    message = refusal(source)
+    assert "hidden_act='relu'" in message and "look like: Llama" in message
+
+
+def test_a_missing_head_is_explained(source):
+    rewrite(source, lambda state: state.pop("lm_head.weight") and state)
+    message = refusal(source)
+    assert "lm_head.weight: missing" in message and "tie_word_embeddings" in message
+
+
+def test_a_tied_head_that_differs_is_found_before_anything_is_written(source, tmp_path):
+    tiny_models.edit_config(source, tie_word_embeddings=True)
+    assert "lm_head.weight: differs from model.embed_tokens.weight in row 0" in refusal(source)
+
+    def tie(state, row=None):
+        state["lm_head.weight"] = state["model.embed_tokens.weight"].clone()
+        if row is not None:
+            state["lm_head.weight"][row, 5] += 1
+
+    rewrite(source, lambda state: tie(state, 70))
+    assert "in row 70" in refusal(source)
+    rewrite(source, tie)
+    report = convert(source, tmp_path / "ckpt", sync=False)
+    assert report.aliases == {"lm_head.weight": "model.embed_tokens.weight"}
+    assert "head.weight" not in checkpoints.open(tmp_path / "ckpt").manifest.leaves
+    rewrite(source, lambda state: state | {"lm_head.weight": state["lm_head.weight"][:90]})
+    assert "lm_head.weight: shape (90, 32) or dtype differs" in refusal(source)
+
+
+def test_a_dry_run_writes_nothing_and_predicts(source):
+    before = tiny_models.files(source.parent)
+    report = convert(source, source.parent / "sub" / "ckpt", dry_run=True)
+    assert tiny_models.files(source.parent) == before and not (source.parent / "sub").exists()
+    assert report.dry_run and report.seconds > 0 and report.peak_memory > 0
+    assert report.bytes_on_disk > report.bytes_written == report.bytes_read > 0
+    json.dumps(report.to_json())
+
+
+def test_an_existing_destination_is_refused_or_replaced_whole(source, tmp_path):
+    convert(source, tmp_path / "ckpt", sync=False)
+    before = tiny_models.files(tmp_path / "ckpt")
+    with pytest.raises(InputError, match="exists already"):
+        convert(source, tmp_path / "ckpt", sync=False)
+    convert(source, tmp_path / "ckpt", dtype="fp16", overwrite=True, sync=False)
+    assert tiny_models.files(tmp_path / "ckpt") != before
+    assert set(os.listdir(tmp_path)) == {"source", "ckpt"}
+    convert(source, tmp_path / "ckpt", overwrite=True, sync=False)
+    assert tiny_models.files(tmp_path / "ckpt") == before
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(InputError, match="mine: exists"):
+        convert(source, tmp_path / "mine", overwrite=True, sync=False)
+    assert (tmp_path / "mine").is_dir()
+
+
+def test_options_that_cannot_be_are_refused(source):
+    assert "dtype='int8'" in refusal(source, dtype="int8")
+    assert "memory_budget=1" in refusal(source, memory_budget=1)
+
+
+def test_a_full_disk_is_known_beforehand(source, tmp_path, monkeypatch):
+    class Full:
+        f_bavail, f_frsize = 1, 4096
+
+    monkeypatch.setattr(os, "statvfs", lambda _: Full)
+    with pytest.raises(InputError, match=r"4,096 (bytes )?are free|4,096 are free"):
+        convert(source, tmp_path / "ckpt", sync=False)
+    assert not (tmp_path / "ckpt").exists()
+
+
+def test_blocks_larger_than_one_file_stream_under_a_small_budget(tmp_path):
+    """Leaves above 1 MiB, cut into several files, whose blocks come from single source tensors."""
+    rng = np.random.default_rng(0)
+    source = tmp_path / "source"
+    source.mkdir()
+    sizes = {"vocab_size": 20480, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 2}
+    config = {"model_type": "llama", "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 8}
+    (source / "config.json").write_text(json.dumps({**config, **sizes}))
+    state = {"model.embed_tokens.weight": (20480, 512), "lm_head.weight": (20480, 512), "model.norm.weight": (512,)}
+    for i in range(2):
+        block = f"model.layers.{i}."
+        state |= {f"{block}self_attn.{n}_proj.weight": (512 if n in "qo" else 256, 512) for n in "qkvo"}
+        state |= {f"{block}mlp.{n}_proj.weight": (1536, 512) for n in ("gate", "up")}
+        state |= {f"{block}mlp.down_proj.weight": (512, 1536)}
+        state |= {f"{block}{n}_layernorm.weight": (512,) for n in ("input", "post_attention")}
+    values = {key: rng.standard_normal(shape, np.float32) for key, shape in state.items()}
+    safetensors.numpy.save_file(values, source / "model.safetensors")
+    convert(source, tmp_path / "ckpt", memory_budget=16 << 20, sync=False)
+    checkpoint = checkpoints.open(tmp_path / "ckpt")
+    kv = checkpoint.manifest.leaves["blocks.attn.kv.weight"]
+    assert kv.grid.outer[:2] == (1, 1)
+    assert len(list(checkpoint.manifest.leaves["embed.weight"].grid.indices())) > 1
+    for path, key in (("embed.weight", "model.embed_tokens.weight"), ("head.weight", "lm_head.weight")):
+        np.testing.assert_array_equal(checkpoint.read(path), values[key])
+    for i in range(2):
+        for n, block in ((0, "gate"), (1, "up")):
+            got = checkpoint.read("blocks.mlp.gate_up.weight")[i, n]
+            np.testing.assert_array_equal(got, values[f"model.layers.{i}.mlp.{block}_proj.weight"])
+        got = checkpoint.read("blocks.attn.kv.weight")[i]
+        for n, block in enumerate("kv"):
+            np.testing.assert_array_equal(
+                got[n].reshape(256, 512), values[f"model.layers.{i}.self_attn.{block}_proj.weight"]
+            )
+
+
+def test_importing_the_converter_starts_no_device():
+    program = (
+        "import sys; from shardzoo.convert import convert, export, verify, families; families.rules_of('decoder');"
+        "import jax; sys.exit(bool(jax._src.xla_bridge._backends))"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
