@@ -9,5 +9,10 @@ from shardzoo.checkpoints.manifest import Manifest as Manifest
 from shardzoo.checkpoints.manifest import ManifestHeader as ManifestHeader
 from shardzoo.checkpoints.manifest import Skipped as Skipped
 from shardzoo.checkpoints.manifest import Source as Source
+from shardzoo.checkpoints.restore import checksum as checksum
+from shardzoo.checkpoints.restore import restore as restore
+from shardzoo.checkpoints.save import save as save
+from shardzoo.checkpoints.verify import Verified as Verified
+from shardzoo.checkpoints.verify import verify as verify
 from shardzoo.checkpoints.writer import CheckpointWriter as CheckpointWriter
 from shardzoo.checkpoints.writer import carried_path as carried_path

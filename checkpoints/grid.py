@@ -27,12 +27,16 @@ Block = tuple[slice, ...]
 
 @dc.dataclass(frozen=True, kw_only=True)
 class LeafSpec:
-    """One leaf to be stored: named dims, global shape, dtype, and the mesh axes its dims may split over."""
+    """One leaf to be stored: named dims, global shape, dtype, and the mesh axes its dims may split over.
+
+    No file crosses a multiple of `unit` in any dim, where one is given: a writer's block then lies in one file's reach.
+    """
 
     dims: tuple[str, ...]
     shape: tuple[int, ...]
     dtype: np.dtype
     split: Mapping[str, tuple[str, ...]] = dc.field(default_factory=dict)
+    unit: tuple[int, ...] | None = dc.field(default=None, compare=False)
 
     @classmethod
     def of(cls, param: Param) -> "LeafSpec":
@@ -87,9 +91,16 @@ class Grid:
 
     def within(self, limit: tuple[int, ...]) -> "Grid":
         """The same cuts made finer so that no file crosses a multiple of `limit` in any dim."""
-        outer = tuple(math.gcd(o, k) for o, k in zip(self.outer, limit, strict=True))
-        inner = tuple(math.gcd(c, o) for c, o in zip(self.inner, outer, strict=True))
+        outer = tuple(_common(o, k) for o, k in zip(self.outer, limit, strict=True))
+        inner = tuple(_common(c, o) for c, o in zip(self.inner, outer, strict=True))
         return Grid(shape=self.shape, outer=outer, inner=inner)
+
+
+def _common(size: int, limit: int) -> int:
+    """A divisor of `limit` near `size`: their common one, or all of `limit` where that would be too fine."""
+    limit = max(1, limit)
+    common = math.gcd(size, limit)
+    return common if 4 * common >= min(size, limit) else limit
 
 
 def plan_grid(leaf: LeafSpec) -> Grid:
@@ -110,7 +121,8 @@ def plan_grid(leaf: LeafSpec) -> Grid:
         inner[widest] = _cut(inner, widest, item, (2, 4, 8, 16), LEAST_FREE_CHUNK)
     _cut_to(inner, MOST_CHUNK // item)
     outer = list(shape) if small else _outer(shape, inner, leaf.dims, item)
-    return Grid(shape=leaf.shape, outer=tuple(outer), inner=tuple(inner))
+    grid = Grid(shape=leaf.shape, outer=tuple(outer), inner=tuple(inner))
+    return grid if leaf.unit is None else grid.within(leaf.unit)
 
 
 def _cut(inner: list[int], d: int, item: int, degrees: tuple[int, ...], least: int) -> int:

@@ -110,7 +110,7 @@ class Leaf:
 
     Attributes:
         folder: path below the checkpoint.
-        checksum: 16 hexadecimal digits, see `checksum`.
+        checksum: 16 hexadecimal digits, see `sums`.
         provenance: one entry for each block, `{"file": index, "key": ..., "at": [[start, stop]..], "take": ...}`.
     """
 

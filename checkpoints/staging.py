@@ -151,8 +151,9 @@ class Staging:
             self._lock = -1
 
     def discard(self) -> None:
-        """Removes everything written so far."""
-        shutil.rmtree(self.root, ignore_errors=True)
+        """Removes everything written so far; does nothing once published."""
+        if self._lock >= 0:
+            shutil.rmtree(self.root, ignore_errors=True)
         self.close()
 
 

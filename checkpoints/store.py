@@ -1,17 +1,18 @@
 """Reading and writing the values of leaves with TensorStore, within a budget of bytes in flight."""
 
+import collections
 import dataclasses as dc
 import math
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
 import tensorstore as ts
 from jaxtyping import Shaped
 
-from shardzoo.checkpoints import checksum
+from shardzoo.checkpoints import sums
 from shardzoo.checkpoints.grid import Block, Grid, LeafSpec
 from shardzoo.checkpoints.orbax_layout import zarr_bytes, zarr_metadata
 from shardzoo.errors import InputError
@@ -92,17 +93,38 @@ class _Open:
     array: ts.TensorStore
     commits: list = dc.field(default_factory=list)
     begun: set = dc.field(default_factory=set)
-    sums: checksum.Sums = (0, 0)
+    total: sums.Sums = (0, 0)
+
+
+@dc.dataclass(kw_only=True)
+class Kept:
+    """Files of a leaf that an earlier run stored, and the sum of their values."""
+
+    files: set[tuple[int, ...]] = dc.field(default_factory=set)
+    total: sums.Sums = (0, 0)
 
 
 class LeafWriter:
     """Writes blocks of whole files below `root`, several at a time, and sums what it writes.
 
+    Args:
+        kept: what an earlier run stored, by path.
+        stored: told of each block that is stored and its sum, by the thread of a later `write` or `finish`.
+
     Attributes:
         placed: path -> (folder below root, spec, grid).
     """
 
-    def __init__(self, root: Path, placed: Mapping[str, tuple[str, LeafSpec, Grid]], *, budget: int, sync: bool):
+    def __init__(
+        self,
+        root: Path,
+        placed: Mapping[str, tuple[str, LeafSpec, Grid]],
+        *,
+        budget: int,
+        sync: bool,
+        kept: Mapping[str, Kept] | None = None,
+        stored: Callable[[str, Block, sums.Sums], None] | None = None,
+    ):
         self.root = root
         self.placed = placed
         self._budget = Budget(budget)
@@ -110,6 +132,10 @@ class LeafWriter:
         self._sync = sync
         self._open: dict[str, _Open] = {}
         self._lock = threading.Lock()
+        self.kept = dict(kept or {})
+        self._tell = stored
+        self._stored: collections.deque[tuple[str, Block, sums.Sums]] = collections.deque()
+        self._failure: tuple[str, Exception] | None = None
 
     def begin(self, path: str, *, metadata: bool = True) -> None:
         """Creates the leaf's folder and, with `metadata`, its `zarr.json`."""
@@ -120,14 +146,25 @@ class LeafWriter:
                 write_file(self.root / folder / "zarr.json", zarr_bytes(spec, grid), sync=self._sync)
         except OSError as error:
             raise storage_error(path, error, self.root) from error
-        self._open[path] = _Open(array=open_array(self.root / folder, spec, grid, self._context))
+        kept = self.kept.get(path, Kept())
+        array = open_array(self.root / folder, spec, grid, self._context)
+        self._open[path] = _Open(array=array, begun=set(kept.files), total=kept.total)
 
-    def write(self, path: str, at: Block, values: Shaped[np.ndarray, "..."]) -> None:
+    def has(self, path: str, at: Block) -> bool:
+        """Whether an earlier run stored this block."""
+        kept = self.kept.get(path)
+        return kept is not None and files_of(at, self.placed[path][2]) <= kept.files
+
+    def write(
+        self, path: str, at: Block, values: Shaped[np.ndarray, "..."], done: Callable[[], None] | None = None
+    ) -> None:
         """Starts writing one block of whole files; waits only for room in the budget.
 
-        `values` must stay as it is until `finish` returns. Safe to call from several threads.
+        `values` must stay as it is until `done` is called, by any thread, or `finish` returns. Safe to call from
+        several threads.
 
         Raises:
+            InputError: the storage is full, not writable, or failed, at this block or an earlier one.
             ValueError: the block is not made of whole files, was written before, or has another shape or dtype.
         """
         _, spec, grid = self.placed[path]
@@ -137,23 +174,54 @@ class LeafWriter:
                 f"{path}: block {at} of {values.dtype.name}{list(values.shape)} is not whole files of {grid.outer}"
                 f" in {spec.dtype.name}{list(spec.shape)}: write blocks that start and end on the grid"
             )
+        self._raise_failure()
+        state = self._begin_block(path, at)
+        total = sums.of_block(values, tuple(s.start for s in at), spec.shape)
+        cost = self._budget.take(2 * values.nbytes)  # the values, and the encoded file
+
+        def committed(commit: ts.Future) -> None:
+            error = commit.exception()
+            if error is None:
+                self._stored.append((path, at, total))
+            elif isinstance(error, Exception):
+                self._failure = (path, error)
+            self._budget.give(cost)
+            if done is not None:
+                done()
+
+        commit = state.array[at].write(values, can_reference_source_data_indefinitely=True).commit
+        with self._lock:
+            state.commits.append(commit)
+            state.total = sums.add(state.total, total)
+        commit.add_done_callback(committed)
+        self._tell_stored()
+
+    def _begin_block(self, path: str, at: Block) -> _Open:
         with self._lock:
             if path not in self._open:
                 self.begin(path)
             state = self._open[path]
-            files = _files_of(at, grid)
+            files = files_of(at, self.placed[path][2])
             if files & state.begun:
                 raise ValueError(f"{path}: block {at} was written before: write each file once")
             state.begun |= files
-        cost = self._budget.take(2 * values.nbytes)  # the values, and the encoded file
-        commit = state.array[at].write(values, can_reference_source_data_indefinitely=True).commit
-        commit.add_done_callback(lambda _: self._budget.give(cost))
-        sums = checksum.of_block(values, tuple(s.start for s in at), spec.shape)
-        with self._lock:
-            state.commits.append(commit)
-            state.sums = checksum.add(state.sums, sums)
+            state.commits = [commit for commit in state.commits if not commit.done() or commit.exception()]
+            return state
 
-    def finish(self, path: str) -> tuple[checksum.Sums, set]:
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            path, error = self._failure
+            raise storage_error(path, error, self.root) from error
+
+    def _tell_stored(self) -> None:
+        """Passes on what has been stored since the last time."""
+        while self._tell is not None:
+            try:
+                self._tell(*self._stored.popleft())
+            except IndexError:
+                return
+
+    def finish(self, path: str) -> tuple[sums.Sums, set]:
         """Waits for the leaf's blocks; returns their sum and the indices of the files written.
 
         Raises:
@@ -168,7 +236,8 @@ class LeafWriter:
                 commit.result()
         except (ValueError, OSError) as error:
             raise storage_error(path, error, self.root) from error
-        return state.sums, state.begun
+        self._tell_stored()
+        return state.total, state.begun
 
     def drain(self) -> None:
         """Waits for everything under way, whatever comes of it: nothing is written after this returns."""
@@ -176,9 +245,11 @@ class LeafWriter:
             for commit in state.commits:
                 commit.exception()
         self._open.clear()
+        self._tell_stored()
 
 
-def _files_of(at: Block, grid: Grid) -> set[tuple[int, ...]]:
+def files_of(at: Block, grid: Grid) -> set[tuple[int, ...]]:
+    """The indices of the files that a block is made of."""
     counts = [range(s.start // o, -(-s.stop // o)) for s, o in zip(at, grid.outer, strict=True)]
     return {tuple(i + r.start for i, r in zip(index, counts, strict=True)) for index in np.ndindex(*map(len, counts))}
 

@@ -14,14 +14,13 @@ Killed at any point it leaves a folder that no reader takes for a checkpoint, an
 import dataclasses as dc
 import importlib.metadata
 import re
-import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
 from jaxtyping import Shaped
 
-from shardzoo.checkpoints import checksum
+from shardzoo.checkpoints import sums
 from shardzoo.checkpoints.grid import Block, Grid, LeafSpec, plan_grid
 from shardzoo.checkpoints.manifest import (
     CARRIED,
@@ -37,11 +36,12 @@ from shardzoo.checkpoints.manifest import (
 )
 from shardzoo.checkpoints.orbax_layout import metadata_files
 from shardzoo.checkpoints.staging import JOURNAL, LOCK, Staging, listing, store_assets
-from shardzoo.checkpoints.store import LeafWriter
+from shardzoo.checkpoints.store import Kept, LeafWriter, files_of
 from shardzoo.errors import fail_if
 
 BUDGET = 128 << 20  # bytes in flight
-Placed = dict[str, tuple[str, LeafSpec, Grid]]
+Placed = dict[str, tuple[str, LeafSpec, Grid]]  # path -> folder, spec, grid
+Finished = dict[str, tuple[str, tuple[Json, ...]]]  # path -> checksum, provenance
 
 
 def carried_path(key: str) -> str:
@@ -133,17 +133,19 @@ class CheckpointWriter:
         self._assets = dict(assets or {})
         self._sync = sync
         self._staging = Staging(Path(dst), sha256(plan_hash.encode()), restart=restart)
-        self._finished: dict[str, tuple[str, tuple[Json, ...]]] = {}
+        self._finished: Finished = {}
+        self._kept: dict[str, Kept] = {}
         self.notes: dict[str, Json] = {}
         try:
             self._resume()
             self.done = frozenset(self._finished)
-            left = {path: p for path, p in self._placed.items() if path not in self.done}
-            self._staging.require_space(stored_bytes(left))
+            self._staging.require_space(self.nbytes - sum(n for n in listing(self._staging.root).values() if n > 0))
         except BaseException:
             self._staging.close()
             raise
-        self._writer = LeafWriter(self._staging.root, self._placed, budget=budget, sync=sync)
+        self._writer = LeafWriter(
+            self._staging.root, self._placed, budget=budget, sync=sync, kept=self._kept, stored=self._note_block
+        )
 
     def __enter__(self) -> "CheckpointWriter":
         return self
@@ -152,23 +154,45 @@ class CheckpointWriter:
         self.abort()
 
     def _resume(self) -> None:
-        """Takes over the leaves whose files are all there, and removes everything else."""
+        """Takes over the files that the journal lists and that are there whole, and removes everything else."""
         sizes = listing(self._staging.root)
         for record in self._staging.journal.records:
             if "note" in record:
                 self.notes[record["note"]] = record["value"]
+            elif "block" in record:
+                self._keep_block(record, sizes)
             elif record["leaf"] in self._placed and self._is_whole(record["leaf"], sizes):
                 self._finished[record["leaf"]] = (record["checksum"], tuple(record["from"]))
-        keep = {self._placed[path][0] for path in self._finished}
-        for name in sizes:
-            folder = "/".join(name.split("/")[:2])
-            target = self._staging.root / folder
-            if folder not in keep and name not in (JOURNAL, LOCK) and target.exists():
-                shutil.rmtree(target) if target.is_dir() else target.unlink()
+        keep = {JOURNAL, LOCK}
+        for path in self._finished:
+            keep |= {f"{self._placed[path][0]}/zarr.json", *self._files(path, self.grid(path).indices())}
+        for path, kept in self._kept.items():
+            keep |= set(self._files(path, kept.files))
+        for name in sizes.keys() - keep:
+            (self._staging.root / name).unlink()
+
+    def _keep_block(self, record: Json, sizes: Mapping[str, int]) -> None:
+        path, at = record["block"], tuple(slice(start, stop) for start, stop in record["at"])
+        if path not in self._placed:
+            return
+        indices = files_of(at, self.grid(path))
+        kept = self._kept.setdefault(path, Kept())
+        if indices & kept.files or any(sizes.get(n) != size for n, size in self._files(path, indices).items()):
+            return
+        kept.files |= indices
+        kept.total = sums.add(kept.total, tuple(record["sums"]))
+
+    def _note_block(self, path: str, at: Block, total: sums.Sums) -> None:
+        self._staging.journal.add({"block": path, "at": [[s.start, s.stop] for s in at], "sums": list(total)})
+
+    def _files(self, path: str, indices: Iterable[tuple[int, ...]]) -> dict[str, int]:
+        """Name below the folder -> size of the leaf's files with these indices."""
+        folder, spec, grid = self._placed[path]
+        return {f"{folder}/{grid.file(i)}": grid.file_bytes(i, spec.dtype.itemsize) for i in indices}
 
     def _is_whole(self, path: str, sizes: Mapping[str, int]) -> bool:
-        folder, spec, grid = self._placed[path]
-        expected = {f"{folder}/{grid.file(i)}": grid.file_bytes(i, spec.dtype.itemsize) for i in grid.indices()}
+        folder = self._placed[path][0]
+        expected = self._files(path, self.grid(path).indices())
         found = {n: s for n, s in sizes.items() if n.startswith(folder + "/") and n != f"{folder}/zarr.json"}
         return expected == found and f"{folder}/zarr.json" in sizes
 
@@ -181,15 +205,23 @@ class CheckpointWriter:
         """How a leaf is cut; `grid(path).blocks()` are the ranges of its files."""
         return self._placed[path][2]
 
-    def write(self, path: str, at: Block, values: Shaped[np.ndarray, "..."]) -> None:
+    def has(self, path: str, at: Block) -> bool:
+        """Whether an earlier run stored this block, so that it need not (and must not) be written again."""
+        return path in self.done or self._writer.has(path, at)
+
+    def write(
+        self, path: str, at: Block, values: Shaped[np.ndarray, "..."], done: Callable[[], None] | None = None
+    ) -> None:
         """Starts writing one block of whole files; waits only for room in the budget.
 
-        `values` must stay as it is until `finish_leaf` returns. Safe to call from several threads.
+        `values` must stay as it is until `done` is called, by any thread, or `finish_leaf` returns. Safe to call from
+        several threads.
 
         Raises:
+            InputError: the storage is full, not writable, or failed, at this block or an earlier one.
             ValueError: the block is not made of whole files, was written before, or has another shape or dtype.
         """
-        self._writer.write(path, at, values)
+        self._writer.write(path, at, values, done)
 
     def finish_leaf(self, path: str, provenance: Iterable[Json] = ()) -> str:
         """Waits until the leaf is stored and notes it in the journal; returns its checksum.
@@ -198,11 +230,11 @@ class CheckpointWriter:
             InputError: the storage is full, not writable, or failed.
             ValueError: not every file of the leaf was written.
         """
-        sums, written = self._writer.finish(path)
+        total, written = self._writer.finish(path)
         lacking = [i for i in self.grid(path).indices() if i not in written]
         if lacking:
             raise ValueError(f"{path}: files {lacking[:4]} of {len(lacking)} were not written: write every block")
-        record = {"leaf": path, "checksum": checksum.text(sums), "from": list(provenance)}
+        record = {"leaf": path, "checksum": sums.text(total), "from": list(provenance)}
         self._staging.journal.add(record)
         self._finished[path] = (record["checksum"], tuple(record["from"]))
         return record["checksum"]
@@ -241,7 +273,7 @@ class CheckpointWriter:
 def build_manifest(
     header: ManifestHeader,
     placed: Placed,
-    finished: Mapping[str, tuple[str, tuple[Json, ...]]],
+    finished: Finished,
     assets: Mapping[str, FileEntry],
 ) -> Manifest:
     """The manifest of a finished checkpoint, with every file that follows from its leaves."""

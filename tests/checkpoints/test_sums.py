@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardzoo.checkpoints import checksum
+from shardzoo.checkpoints import sums
 from shardzoo.zoo.mesh import make_mesh
 
 DTYPES = ["bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "float16", "float32", "complex64"]
@@ -23,15 +23,15 @@ def dtype_of(name):
 def random_bits(shape, dtype, seed=0):
     rng = np.random.default_rng(seed)
     dtype = dtype_of(dtype) if isinstance(dtype, str) else dtype
-    if dtype == np.bool_ or dtype in checksum.SUB_BYTE:
-        values = rng.integers(0, 2 if dtype == np.bool_ else 1 << checksum.SUB_BYTE[dtype], shape, dtype=np.uint8)
+    if dtype == np.bool_ or dtype in sums.SUB_BYTE:
+        values = rng.integers(0, 2 if dtype == np.bool_ else 1 << sums.SUB_BYTE[dtype], shape, dtype=np.uint8)
         return np.asarray(values).view(dtype)
     raw = rng.integers(0, 256, int(np.prod(shape)) * dtype.itemsize, dtype=np.uint8)
     return raw.view(dtype).reshape(shape)
 
 
 def whole(a):
-    return checksum.of_block(a, (0,) * a.ndim, a.shape)
+    return sums.of_block(a, (0,) * a.ndim, a.shape)
 
 
 MESHES = [({}, ()), ({"tensor": 8}, (TP,)), ({"context": 2, "tensor": 4}, ("context", TP)),
@@ -43,13 +43,13 @@ def test_devices_agree_with_numpy(dtype):
     a = random_bits((8, 4, 40), dtype)
     for degrees, spec in MESHES if dtype == "bfloat16" else MESHES[2:3]:
         live = jax.device_put(a, NamedSharding(make_mesh(**degrees), PartitionSpec(*spec)))
-        assert checksum.of_array(live) == whole(a), (degrees, spec)
+        assert sums.of_array(live) == whole(a), (degrees, spec)
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (0, 4), (5,), (3, 1), (7, 3, 2, 2), (2, 3, 1000), (1, 70000), (300, 70)])
 def test_any_shape(shape):
     a = random_bits(shape, "bfloat16")
-    assert checksum.of_array(jax.numpy.asarray(a)) == whole(a)
+    assert sums.of_array(jax.numpy.asarray(a)) == whole(a)
 
 
 @settings(max_examples=40, deadline=None)
@@ -61,15 +61,15 @@ def test_blocks_add_up(data):
     total = (0, 0)
     for index in np.ndindex(*[len(c) - 1 for c in cuts]):
         box = tuple(slice(c[i], c[i + 1]) for c, i in zip(cuts, index, strict=True))
-        total = checksum.add(total, checksum.of_block(a[box], tuple(s.start for s in box), shape))
+        total = sums.add(total, sums.of_block(a[box], tuple(s.start for s in box), shape))
     assert total == whole(a)
 
 
 def test_large_blocks_are_summed_in_pieces():
     a = random_bits((3, 700, 1000), "float16")
-    by_rows = [checksum.of_block(a[i : i + 1], (i, 0, 0), a.shape) for i in range(3)]
-    assert checksum.add(checksum.add(*by_rows[:2]), by_rows[2]) == whole(a)
-    assert whole(a) == checksum.of_block(np.asfortranarray(a), (0, 0, 0), a.shape)
+    by_rows = [sums.of_block(a[i : i + 1], (i, 0, 0), a.shape) for i in range(3)]
+    assert sums.add(sums.add(*by_rows[:2]), by_rows[2]) == whole(a)
+    assert whole(a) == sums.of_block(np.asfortranarray(a), (0, 0, 0), a.shape)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn", "float64"])

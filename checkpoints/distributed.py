@@ -1,0 +1,132 @@
+"""Processes that work on one checkpoint: starting them, exchanging small values, and time-outs that name who is late.
+
+Values travel through JAX's coordination service, not through device collectives: a process that died or fell behind
+ends in an error on the others after `timeout` seconds and never in a hang.
+"""
+
+import itertools
+import json
+import time
+from typing import Any
+
+import jax
+from jax._src import distributed as _service  # the coordination client has no public name
+from jax.errors import JaxRuntimeError
+
+from shardzoo.errors import InputError
+
+TIMEOUT = 600.0  # seconds to wait for other processes
+_RELAY = 10.0  # seconds more for the first process to tell the others who was late
+_rounds = itertools.count()
+
+
+class ProcessTimeout(RuntimeError):
+    """Some processes did not arrive in time; the message names them."""
+
+
+def initialize(coordinator: str, processes: int, process: int, *, timeout: float = 300.0) -> None:
+    """Joins `processes` processes into one JAX program, on CPU with gloo collectives; before any other use of JAX.
+
+    Args:
+        coordinator: "host:port" of process 0, reachable from all.
+        timeout: seconds to wait for the others.
+
+    Raises:
+        InputError: numbers that do not fit together.
+        ProcessTimeout: not all processes came.
+    """
+    if not 0 <= process < processes:
+        raise InputError(f"distributed: process={process} is not among processes={processes}: number them from 0")
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    try:
+        jax.distributed.initialize(
+            coordinator_address=coordinator,
+            num_processes=processes,
+            process_id=process,
+            initialization_timeout=max(1, round(timeout)),
+        )
+    except (JaxRuntimeError, RuntimeError) as error:
+        if "DEADLINE_EXCEEDED" not in str(error) and "imed out" not in str(error):
+            raise
+        raise ProcessTimeout(
+            f"distributed: process {process} waited {timeout:g} s at {coordinator} for {processes} processes:"
+            " start them all, with the same coordinator and count"
+        ) from error
+
+
+def share(what: str, value: Any, *, timeout: float = TIMEOUT) -> list[Any]:
+    """Every process's JSON `value`, in process order, on every process; all call this in the same order.
+
+    Raises:
+        ProcessTimeout: a process did not arrive within `timeout` seconds; every other one is told which.
+    """
+    count, me = jax.process_count(), jax.process_index()
+    if count == 1:
+        return [value]
+    key = f"shardzoo/{next(_rounds)}/{what}"
+    client = _service.global_state.client
+    if me == 0:
+        got, late = _collect(client, key, value, count, timeout)
+        client.key_value_set(f"{key}/all", json.dumps({"values": got, "late": late}))
+    else:
+        client.key_value_set(f"{key}/{me}", json.dumps(value))
+        answer = _get(client, f"{key}/all", timeout + _RELAY)
+        if answer is None:
+            raise _timeout(what, [0], timeout)
+        got, late = answer["values"], answer["late"]
+    if late:
+        raise _timeout(what, late, timeout)
+    return got
+
+
+def _collect(client, key: str, value: Any, count: int, timeout: float) -> tuple[list[Any], list[int]]:
+    deadline = time.monotonic() + timeout
+    got = [value]
+    got += [_get(client, f"{key}/{p}", deadline - time.monotonic(), wrap=True) for p in range(1, count)]
+    late = [p for p, v in enumerate(got) if v is None and p > 0]
+    return [v[0] if p and v else v for p, v in enumerate(got)], late
+
+
+def _get(client, key: str, seconds: float, *, wrap: bool = False) -> Any:
+    """The value at `key`, or None if it is not there in time; `wrap` puts it in a list, for values that may be null."""
+    try:
+        found = json.loads(client.blocking_key_value_get(key, max(1, round(1000 * seconds))))
+    except JaxRuntimeError as error:
+        if "DEADLINE_EXCEEDED" not in str(error):
+            raise
+        return None
+    return [found] if wrap else found
+
+
+def _timeout(what: str, late: list[int], timeout: float) -> ProcessTimeout:
+    names = ", ".join(map(str, late))
+    return ProcessTimeout(
+        f"{what}: process {names} of {jax.process_count()} did not arrive within {timeout:g} s:"
+        " see whether it died, is stuck, or needs more time (timeout=)"
+    )
+
+
+def agree(what: str, problem: str | None, *, timeout: float = TIMEOUT) -> None:
+    """Waits for all processes and fails on every one if any has a problem.
+
+    Raises:
+        InputError: what went wrong, on which processes.
+        ProcessTimeout: a process did not arrive in time.
+    """
+    found = {p: text for p, text in enumerate(share(what, problem, timeout=timeout)) if text}
+    if not found:
+        return
+    if jax.process_count() == 1:
+        raise InputError(found[0])
+    distinct = dict.fromkeys(found.values())
+    lines = [f"process {', '.join(str(p) for p in found if found[p] == text)}: {text}" for text in distinct]
+    raise InputError("\n  ".join([f"{what}:", *lines]))
+
+
+def barrier(what: str, *, timeout: float = TIMEOUT) -> None:
+    """Waits until every process has come here.
+
+    Raises:
+        ProcessTimeout: a process did not arrive within `timeout` seconds.
+    """
+    share(what, None, timeout=timeout)

@@ -1,0 +1,289 @@
+"""Restoring a checkpoint onto any mesh: each process reads the bytes that its devices hold, each of them once."""
+
+import collections
+import dataclasses as dc
+import fnmatch
+import functools
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tensorstore as ts
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jaxtyping import Array, Shaped
+
+from shardzoo.checkpoints import distributed, store, sums
+from shardzoo.checkpoints.checkpoint import Checkpoint, damage
+from shardzoo.checkpoints.checkpoint import open as open_checkpoint
+from shardzoo.checkpoints.grid import Block
+from shardzoo.checkpoints.manifest import Leaf
+from shardzoo.errors import InputError, fail_if
+from shardzoo.zoo.layout import Param, audit, fill, named
+
+BUDGET = 512 << 20  # bytes read and not yet on a device
+PIECE = 64 << 20  # bytes of one read: a larger shard goes to an accelerator piece by piece
+
+
+def restore(
+    path: str | Path | Checkpoint,
+    mesh: Mesh,
+    *,
+    declared: Any = None,
+    family: str | None = None,
+    dtype: Any = None,
+    include: Iterable[str] | None = None,
+    verify: bool = False,
+    budget: int = BUDGET,
+    timeout: float = distributed.TIMEOUT,
+) -> Any:
+    """The live model of a checkpoint, split over `mesh` as its declaration says.
+
+    Called by every process of the mesh. Nothing but the manifest is read before tree, shapes, dtypes and mesh fit.
+
+    Args:
+        path: the checkpoint.
+        mesh: from `zoo.make_mesh`; any degrees that the model's sizes allow.
+        declared: the declaration to fill, where it is not the one that the checkpoint's family and config give (another
+            split at rest, a model of your own); its dtypes have to be the stored ones, unless `dtype` is given.
+        family: the family that the checkpoint must be of.
+        dtype: dtype of the restored floating-point leaves; as stored if None.
+        include: patterns of leaf paths ("blocks.attn.*"); leaves that none matches stay `Param`.
+        verify: compare checksums taken on the devices with the manifest.
+        budget: bytes that this process holds between file and device.
+        timeout: seconds to wait for the other processes at the end.
+
+    Raises:
+        InputError: no such checkpoint; another family, tree, shape or dtype than declared; a mesh that does not fit;
+            missing or damaged files. Every problem of a kind in one message; on every process alike.
+        distributed.ProcessTimeout: another process did not finish in time.
+    """
+    ckpt = path if isinstance(path, Checkpoint) else open_checkpoint(path)
+    declared = _declaration(ckpt, declared, family, dtype)
+    audit(declared, mesh)
+    chosen = _choose(declared, include)
+    target = {p: _target_dtype(ckpt.leaf(p).spec.dtype, dtype) for p in chosen}
+    _check_wide({p: ckpt.leaf(p).spec.dtype if verify else target[p] for p in chosen})
+    read_as = {p: ckpt.leaf(p).spec.dtype for p in chosen} if verify else target
+    problem, live = None, {}
+    with jax.set_mesh(None):  # work on single devices is refused under the caller's mesh
+        try:
+            live = _read_leaves(ckpt, {p: NamedSharding(mesh, q.spec) for p, q in chosen.items()}, read_as, budget)
+        except InputError as error:
+            problem = str(error)
+        distributed.agree(f"restore {ckpt.path}", problem, timeout=timeout)
+        if verify:
+            _compare_checksums(ckpt, live, timeout)
+            live = {p: _cast(a, target[p]) for p, a in live.items()}
+    return fill(declared, {**named(declared), **live})
+
+
+def _declaration(ckpt: Checkpoint, declared: Any, family: str | None, dtype: Any) -> Any:
+    """The declaration to fill, checked against the manifest."""
+    stored = ckpt.manifest.header.family
+    if family is not None and family != stored:
+        raise InputError(f"{ckpt.path}: family={stored!r} is not {family!r}: choose another checkpoint or family")
+    given = declared is not None
+    if not given:
+        declared = ckpt.family.declare(ckpt.config)
+    problems = tree_problems(declared, ckpt.manifest.leaves, dtypes=given and dtype is None)
+    fail_if(problems, f"{ckpt.path}: does not hold the declared model")
+    return declared
+
+
+def tree_problems(declared: Any, leaves: Mapping[str, Leaf], *, dtypes: bool) -> list[str]:
+    """Every way in which stored leaves are not those of a declaration."""
+    params = named(declared)
+    problems = [f"{p}: declared, but not in the checkpoint" for p in params if p not in leaves]
+    problems += [f"{p}: in the checkpoint, but not declared" for p in leaves if p not in params]
+    for path, param in params.items():
+        if path not in leaves:
+            continue
+        spec = leaves[path].spec
+        if spec.shape != tuple(param.shape):
+            sizes = ", ".join(f"{d}={n}" for d, n in zip(spec.dims, spec.shape, strict=True))
+            problems.append(f"{path}: stored with shape {list(spec.shape)} ({sizes}), declared {list(param.shape)}")
+        elif spec.dims != param.names:
+            problems.append(f"{path}: stored with dims {' '.join(spec.dims)!r}, declared {param.dims!r}")
+        if dtypes and spec.dtype != param.dtype:
+            problems.append(f"{path}: stored as {spec.dtype.name}, declared {param.dtype.name}: pass dtype= to cast")
+    return problems
+
+
+def _choose(declared: Any, include: Iterable[str] | None) -> dict[str, Param]:
+    params = named(declared)
+    if include is None:
+        return params
+    patterns = [include] if isinstance(include, str) else list(include)
+    unused = [p for p in patterns if not fnmatch.filter(params, p)]
+    fail_if([f"include={p!r} matches no leaf" for p in unused], f"restore: there are {len(params)} leaves, such as"
+            f" {', '.join(list(params)[:3])}")  # fmt: skip
+    return {path: q for path, q in params.items() if any(fnmatch.fnmatchcase(path, p) for p in patterns)}
+
+
+def _target_dtype(stored: np.dtype, wanted: Any) -> np.dtype:
+    return np.dtype(wanted) if wanted is not None and jnp.issubdtype(stored, jnp.floating) else stored
+
+
+def _check_wide(dtypes: Mapping[str, np.dtype]) -> None:
+    """Refuses dtypes that JAX would narrow unasked."""
+    wide = [f"{p}: {d.name}" for p, d in dtypes.items() if jax.dtypes.canonicalize_dtype(d) != d]
+    fail_if(wide, "restore: JAX holds these in 32 bits unless jax_enable_x64 is set: set it, or pass dtype=")
+
+
+@dc.dataclass(frozen=True)
+class _Job:
+    """One block that devices of this process hold."""
+
+    path: str
+    at: Block
+    devices: tuple[jax.Device, ...]
+    nbytes: int
+
+
+def _read_leaves(
+    ckpt: Checkpoint, shardings: Mapping[str, NamedSharding], dtypes: Mapping[str, np.dtype], budget: int
+) -> dict[str, Array]:
+    """Reads and places the blocks of every leaf, several at a time; leaves in the order of `shardings`."""
+    ctx = store.context()
+    placed: dict[str, dict[jax.Device, Array]] = collections.defaultdict(dict)
+    waiting: collections.deque = collections.deque()
+    free = budget
+    live = {}
+
+    def settle() -> int:
+        job, reads = waiting.popleft()
+        for device, value in _place(job, reads).items():
+            placed[job.path][device] = value
+        return job.nbytes
+
+    for job in _jobs(ckpt, shardings, dtypes):
+        while waiting and free < job.nbytes:
+            free += settle()
+        waiting.append((job, _start(ckpt, job, dtypes[job.path], ctx)))
+        free -= job.nbytes
+    while waiting:
+        settle()
+    for path, sharding in shardings.items():
+        arrays = [placed[path][d] for d in sharding.addressable_devices_indices_map(ckpt.leaf(path).spec.shape)]
+        live[path] = jax.make_array_from_single_device_arrays(ckpt.leaf(path).spec.shape, sharding, arrays)
+    return live
+
+
+def _jobs(ckpt: Checkpoint, shardings: Mapping[str, NamedSharding], dtypes: Mapping[str, np.dtype]) -> Iterator[_Job]:
+    """The distinct blocks of this process; a block that several of its devices hold comes once."""
+    for path, sharding in shardings.items():
+        shape = ckpt.leaf(path).spec.shape
+        holders: dict[tuple, list[jax.Device]] = {}
+        for device, index in sharding.addressable_devices_indices_map(shape).items():
+            at = tuple((s.start or 0, n if s.stop is None else s.stop) for s, n in zip(index, shape, strict=True))
+            holders.setdefault(at, []).append(device)
+        for at, devices in holders.items():
+            size = math.prod(b - a for a, b in at) * max(dtypes[path].itemsize, ckpt.leaf(path).spec.dtype.itemsize)
+            yield _Job(path, tuple(slice(*r) for r in at), tuple(devices), size)
+
+
+def _start(ckpt: Checkpoint, job: _Job, dtype: np.dtype, ctx: ts.Context) -> Any:
+    """Begins reading a block: one read on the CPU, whose memory the device shares, else a source of pieces."""
+    leaf = ckpt.leaf(job.path)
+    if leaf.spec.nbytes == 0:
+        return np.empty([s.stop - s.start for s in job.at], dtype)
+    try:
+        array = store.open_array(ckpt.path / leaf.folder, leaf.spec, leaf.grid, ctx)
+    except (ValueError, OSError) as error:
+        raise damage(job.path, error) from error
+    array = array if dtype == leaf.spec.dtype else ts.cast(array, dtype.name)
+    block = array[job.at].translate_to[(0,) * len(job.at)] if job.at else array
+    if job.nbytes > PIECE and not _shares_host_memory(job.devices):
+        return block
+    return block.read(order="C")
+
+
+def _shares_host_memory(devices: Iterable[jax.Device]) -> bool:
+    return all(d.platform == "cpu" for d in devices)
+
+
+def _place(job: _Job, source: Any) -> dict[jax.Device, Array]:
+    """The block on each of its devices."""
+    try:
+        if isinstance(source, ts.TensorStore):
+            return _place_in_pieces(job, source)
+        host = source if isinstance(source, np.ndarray) else np.asarray(source.result())
+    except (ValueError, OSError) as error:
+        raise damage(job.path, error) from error
+    placed = {device: jax.device_put(host, device) for device in job.devices}
+    jax.block_until_ready(list(placed.values()))
+    return placed
+
+
+def _place_in_pieces(job: _Job, source: ts.TensorStore) -> dict[jax.Device, Array]:
+    """As `_place`, with only two pieces of the block on the host at a time."""
+    shape, dtype = source.shape, source.dtype.numpy_dtype
+    axis = next(d for d, n in enumerate(shape) if n > 1)
+    rows = max(1, PIECE * shape[axis] // (math.prod(shape) * dtype.itemsize))
+    starts = range(0, shape[axis], rows)
+    parts = [source[(slice(None),) * axis + (slice(at, min(at + rows, shape[axis])),)] for at in starts]
+    placed = {d: jnp.zeros(shape, dtype, device=d) for d in job.devices}
+    reading = parts[0].read(order="C")
+    for i, at in enumerate(starts):
+        host = np.asarray(reading.result())
+        if i + 1 < len(parts):
+            reading = parts[i + 1].read(order="C")
+        start = np.zeros(len(shape), np.int32)
+        start[axis] = at
+        placed = {d: _update(whole, jax.device_put(host, d), start) for d, whole in placed.items()}
+        jax.block_until_ready(list(placed.values()))
+    return placed
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _update(whole: Shaped[Array, "..."], part: Shaped[Array, "..."], start: Shaped[Array, " ndim"]) -> Array:
+    return lax.dynamic_update_slice(whole, part, [start[d] for d in range(whole.ndim)])
+
+
+def _cast(leaf: Array, dtype: np.dtype) -> Array:
+    """The leaf in another dtype, each shard on its own device."""
+    if leaf.dtype == dtype:
+        return leaf
+    shards = [s.data.astype(dtype) for s in leaf.addressable_shards]
+    return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards)
+
+
+def _checksums(live: Mapping[str, Array], timeout: float) -> dict[str, str]:
+    """Path -> checksum of arrays on devices, over all processes."""
+    parts = distributed.share("checksum", [sums.of_array(a) for a in live.values()], timeout=timeout)
+    totals = [functools.reduce(sums.add, map(tuple, column)) for column in zip(*parts, strict=True)]
+    return {path: sums.text(total) for path, total in zip(live, totals, strict=True)}
+
+
+def checksum(model: Any, *, timeout: float = distributed.TIMEOUT) -> dict[str, str]:
+    """Path -> checksum of a live model, computed under jit where its shards are: the same on every mesh.
+
+    The values of unchanged leaves in their stored dtype are those of the manifest (`leaf.checksum`). Called by every
+    process.
+
+    Raises:
+        distributed.ProcessTimeout: another process did not arrive in time.
+    """
+    leaves = {p: a for p, a in named(model).items() if isinstance(a, jax.Array)}
+    with jax.set_mesh(None):
+        return _checksums(leaves, timeout)
+
+
+def _compare_checksums(ckpt: Checkpoint, live: Mapping[str, Array], timeout: float) -> None:
+    """Holds arrays on devices against the manifest.
+
+    Raises:
+        InputError: leaves whose checksum differs, all in one message.
+    """
+    found = _checksums(live, timeout)
+    wrong = [
+        f"{path}: checksum {text} on the devices is not {ckpt.leaf(path).checksum}, as it was written"
+        for path, text in found.items()
+        if text != ckpt.leaf(path).checksum
+    ]
+    fail_if(wrong, f"{ckpt.path}: the restored values are not the stored ones; restore again, and check the hardware")

@@ -1,0 +1,278 @@
+"""Saving a live, sharded model from one process or several, in the format that the converter writes.
+
+Each process writes the files of the shards it owns; a file never crosses from one process's shards to another's. The
+first process holds the lock, gathers checksums through the coordination service, and publishes when all are done.
+"""
+
+import dataclasses as dc
+import functools
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Shaped
+
+from shardzoo.checkpoints import distributed, sums
+from shardzoo.checkpoints.checkpoint import Checkpoint
+from shardzoo.checkpoints.grid import Block, Grid, LeafSpec
+from shardzoo.checkpoints.manifest import Json, ManifestHeader, sha256
+from shardzoo.checkpoints.staging import Staging, store_assets
+from shardzoo.checkpoints.store import LeafWriter, storage_error
+from shardzoo.checkpoints.writer import (
+    BUDGET,
+    Finished,
+    Placed,
+    build_manifest,
+    carried_path,
+    place_leaves,
+    stored_bytes,
+)
+from shardzoo.errors import InputError, fail_if
+from shardzoo.zoo.families import FAMILIES, config_to_json
+from shardzoo.zoo.layout import named
+
+
+def save(
+    path: str | Path,
+    model: Any,
+    declared: Any,
+    *,
+    source: Checkpoint | None = None,
+    header: ManifestHeader | None = None,
+    assets: Mapping[str, Path | bytes] | None = None,
+    budget: int = BUDGET,
+    sync: bool = True,
+    timeout: float = distributed.TIMEOUT,
+) -> Path:
+    """Writes a live model to a new checkpoint; called by every process of its mesh, on a file system they all see.
+
+    Args:
+        path: the checkpoint; must not exist.
+        model: the live module, of any mesh; its leaves keep their dtypes.
+        declared: its declaration.
+        source: the checkpoint it was restored from; its provenance, carried tensors and assets go along, so that the
+            model can still be exported to the layout it came in.
+        header: what the manifest says of it, where it is neither of `source` nor of a registered family.
+        assets: small files to carry along, besides those of `source`.
+        budget: bytes in flight in each process.
+        sync: flush every file to the device, for storage that must survive loss of power.
+        timeout: seconds that processes wait for each other at every step.
+
+    Raises:
+        InputError: a model that is not of the declaration; a destination that exists, is full or not writable; a file
+            system that not every process sees. On every process alike, with nothing left behind.
+        distributed.ProcessTimeout: a process died or fell behind.
+    """
+    dst = Path(path)
+    leaves = _live_leaves(model, declared)
+    header = header or _header(model, source)
+    aside = source.manifest.carried if source else {}
+    placed = _place(leaves, declared, {key: leaf.spec for key, leaf in aside.items()})
+    token = distributed.share("save", uuid.uuid4().hex, timeout=timeout)[0]
+    staging, root = _stage(dst, token, placed, timeout)
+    try:
+        writer = LeafWriter(root, placed, budget=budget, sync=sync)
+        try:
+            with jax.set_mesh(None):  # work on single devices is refused under the caller's mesh
+                mine, problem = _write_mine(writer, placed, leaves, source)
+        finally:
+            writer.drain()
+        parts = distributed.share("save: written", {"leaves": mine, "problem": problem}, timeout=timeout)
+        problems = [p["problem"] for p in parts]
+        distributed.agree(f"save {dst}", next((p for p in problems if p), None), timeout=timeout)
+        problem = None
+        if staging:
+            finished, problem = _put_together(placed, parts, provenance_of(source))
+            problem = problem or _publish(staging, placed, finished, header, _assets(source, assets), sync)
+        distributed.agree(f"save {dst}", problem, timeout=timeout)
+    finally:
+        if staging:
+            staging.discard()
+    return dst
+
+
+def _live_leaves(model: Any, declared: Any) -> dict[str, Array]:
+    """Path -> array of a live model, checked against its declaration."""
+    params, leaves = named(declared), named(model)
+    problems = [f"{p}: declared, but the model has none" for p in params if p not in leaves]
+    problems += [f"{p}: in the model, but not declared" for p in leaves if p not in params]
+    for path, param in params.items():
+        leaf = leaves.get(path)
+        if leaf is not None and not isinstance(leaf, jax.Array):
+            problems.append(f"{path}: is {type(leaf).__name__}, not a jax array: restore or place the model first")
+        elif leaf is not None and leaf.shape != tuple(param.shape):
+            problems.append(f"{path}: has shape {list(leaf.shape)}, declared {list(param.shape)}")
+    fail_if(problems, "save: the model is not of its declaration")
+    return leaves
+
+
+def _header(model: Any, source: Checkpoint | None) -> ManifestHeader:
+    """The header of the source, whose files no longer hold these values, or one made from the model's config."""
+    if source is not None:
+        sources = tuple(dc.replace(s, sha256=None) for s in source.manifest.header.sources)
+        return dc.replace(source.manifest.header, sources=sources)
+    config = getattr(model, "config", None)
+    family = next((f for f in FAMILIES.values() if f.config is type(config)), None)
+    if family is None:
+        raise InputError(f"save: model.config is {type(config).__name__}, of no registered family: pass header=")
+    return ManifestHeader(family=family.name, config=config_to_json(config))
+
+
+def _place(leaves: Mapping[str, Array], declared: Any, carried: Mapping[str, LeafSpec]) -> Placed:
+    """Folder, spec and grid of every leaf; with several processes, grids that stay inside each device's shard."""
+    params = named(declared)
+    specs = {p: dc.replace(LeafSpec.of(params[p]), dtype=np.dtype(a.dtype)) for p, a in leaves.items()}
+    placed = place_leaves(specs, carried)
+    if jax.process_count() > 1:
+        for path, leaf in leaves.items():
+            folder, spec, grid = placed[path]
+            placed[path] = (folder, spec, grid.within(leaf.sharding.shard_shape(leaf.shape)))
+    return placed
+
+
+def _stage(dst: Path, token: str, placed: Placed, timeout: float) -> tuple[Staging | None, Path]:
+    """The staging folder, made and locked by the first process and seen by all."""
+    staging, root, problem = None, "", None
+    if jax.process_index() == 0:
+        try:
+            staging = Staging(dst, sha256(token.encode()), restart=True)
+            staging.require_space(stored_bytes(placed))
+            root = str(staging.root)
+        except InputError as error:
+            problem = str(error)
+    try:
+        distributed.agree(f"save {dst}", problem, timeout=timeout)
+        root = distributed.share("save: folder", root, timeout=timeout)[0]
+        seen = Path(root).is_dir()
+        lost = None if seen else f"{root}: not seen here: save to a file system that every process shares"
+        distributed.agree(f"save {dst}", lost, timeout=timeout)
+    except BaseException:
+        if staging:
+            staging.discard()
+        raise
+    return staging, Path(root)
+
+
+def _write_mine(
+    writer: LeafWriter, placed: Placed, leaves: Mapping[str, Array], source: Checkpoint | None
+) -> tuple[dict[str, Json], str | None]:
+    """Writes this process's files; returns checksum and number of files of each leaf, and what went wrong."""
+    first = jax.process_index() == 0
+    done: dict[str, Json] = {}
+    try:
+        for path, (_, _, grid) in placed.items():
+            blocks = _my_blocks(path, grid, leaves, source, first)
+            if blocks or first:
+                writer.begin(path, metadata=first)
+                for at, values in blocks:
+                    writer.write(path, at, values())
+                total, written = writer.finish(path)
+                done[path] = {"sums": total, "files": len(written)}
+    except InputError as error:
+        return done, str(error)
+    except OSError as error:
+        return done, str(storage_error("save", error, writer.root))
+    return done, None
+
+
+def _my_blocks(path: str, grid: Grid, leaves: Mapping[str, Array], source: Checkpoint | None, first: bool) -> list:
+    """The blocks of a leaf that this process writes, each with a function that gives its values."""
+    if path in leaves:
+        leaf = leaves[path]
+        mine = _owned(leaf)
+        blocks = [at for at in grid.blocks() if any(_inside(at, region) for region in mine)]
+        if jax.process_count() == 1:
+            blocks = list(grid.blocks())
+        return [(at, functools.partial(_gather, leaf, at)) for at in blocks]
+    return [(at, functools.partial(source.read, path, at)) for at in grid.blocks()] if first else []
+
+
+def _owned(leaf: Array) -> list[Block]:
+    """The distinct regions of a leaf whose first device, in the sharding's order, belongs to this process."""
+    owner: dict[tuple, jax.Device] = {}
+    for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
+        owner.setdefault(_ranges(index, leaf.shape), device)
+    me = jax.process_index()
+    return [tuple(slice(*r) for r in region) for region, device in owner.items() if device.process_index == me]
+
+
+def _ranges(index: Block, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    return tuple((s.start or 0, n if s.stop is None else s.stop) for s, n in zip(index, shape, strict=True))
+
+
+def _inside(at: Block, region: Block) -> bool:
+    return all(r.start <= s.start and s.stop <= r.stop for s, r in zip(at, region, strict=True))
+
+
+def _gather(leaf: Array, at: Block) -> Shaped[np.ndarray, "..."]:
+    """One block of a leaf on the host, out of the shards of this process."""
+    shards = {_ranges(s.index, leaf.shape): s.data for s in leaf.addressable_shards}
+    whole = np.empty([s.stop - s.start for s in at], leaf.dtype)
+    for region, data in shards.items():
+        both = [(max(s.start, a), min(s.stop, b)) for s, (a, b) in zip(at, region, strict=True)]
+        if any(a >= b for a, b in both):
+            continue
+        inside = tuple(slice(a - r, b - r) for (a, b), (r, _) in zip(both, region, strict=True))
+        part = _to_host(data, inside)
+        if part.shape == whole.shape:
+            return part
+        whole[tuple(slice(a - s.start, b - s.start) for (a, b), s in zip(both, at, strict=True))] = part
+    return whole
+
+
+def _to_host(data: Array, at: Block) -> Shaped[np.ndarray, "..."]:
+    """Part of one shard: a view of its memory on the CPU, else a copy of that part alone.
+
+    JAX keeps the host copy of an array for as long as the array lives, so whole shards are never asked for.
+    """
+    if next(iter(data.devices())).platform == "cpu":
+        return np.asarray(data)[at] if at else np.asarray(data)
+    sizes = tuple(s.stop - s.start for s in at)
+    return np.asarray(_slice(data, np.array([s.start for s in at], np.int32), sizes=sizes))
+
+
+@functools.partial(jax.jit, static_argnames="sizes")
+def _slice(data: Shaped[Array, "..."], start: Shaped[Array, " ndim"], *, sizes: tuple[int, ...]) -> Array:
+    return lax.dynamic_slice(data, [start[d] for d in range(data.ndim)], sizes)
+
+
+def _assets(source: Checkpoint | None, assets: Mapping[str, Path | bytes] | None) -> dict[str, Path | bytes]:
+    return {**(source.assets if source else {}), **(assets or {})}
+
+
+def _put_together(
+    placed: Placed, parts: list[Json], provenance: Mapping[str, tuple[Json, ...]]
+) -> tuple[Finished, str | None]:
+    """Checksum and provenance of every leaf out of the parts of all processes, and what does not fit together."""
+    finished: Finished = {}
+    for path, (_, _, grid) in placed.items():
+        found = [p["leaves"][path] for p in parts if path in p["leaves"]]
+        total = functools.reduce(sums.add, (tuple(f["sums"]) for f in found), (0, 0))
+        if sum(f["files"] for f in found) != sum(1 for _ in grid.indices()):
+            return {}, f"{path}: not every file was written once: the processes hold it differently"
+        finished[path] = (sums.text(total), provenance.get(path, ()))
+    return finished, None
+
+
+def _publish(
+    staging: Staging, placed: Placed, finished: Finished, header: ManifestHeader, assets: Mapping, sync: bool
+) -> str | None:
+    """Publishes; returns what went wrong."""
+    try:
+        entries = store_assets(staging.root, assets, sync=sync)
+        staging.publish(build_manifest(header, placed, finished, entries), sync=sync)
+    except InputError as error:
+        return str(error)
+    return None
+
+
+def provenance_of(source: Checkpoint | None) -> dict[str, tuple[Json, ...]]:
+    """Path -> source ranges of every leaf of a checkpoint, for a model restored from it."""
+    if source is None:
+        return {}
+    known = {path: leaf.provenance for path, leaf in source.manifest.leaves.items()}
+    return known | {carried_path(key): leaf.provenance for key, leaf in source.manifest.carried.items()}

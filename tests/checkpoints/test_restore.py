@@ -1,0 +1,220 @@
+"""Restoring: every mesh, dtypes, parts, and what is refused before a file is opened."""
+
+import dataclasses
+import shutil
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+import toy_checkpoints as toy
+from jax.sharding import AxisType, Mesh
+
+from shardzoo import checkpoints
+from shardzoo.checkpoints import restore as restore_function
+from shardzoo.errors import InputError
+from shardzoo.zoo import families
+from shardzoo.zoo.layout import Param, named, split_at_rest
+from shardzoo.zoo.mesh import Degrees, make_mesh
+
+MESHES = [
+    {},
+    {"tensor": 2},
+    {"tensor": 4, "kv_heads": 2},
+    {"tensor": 8, "kv_heads": 2},
+    {"data": 2, "tensor": 4, "kv_heads": 2},
+    {"context": 4, "tensor": 2},
+    {"data": 8},
+]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    path = tmp_path_factory.mktemp("saved") / "ckpt"
+    return path, toy.write(path, carried={"x": np.arange(3)})
+
+
+def check_equal(model, stored):
+    live = named(model)
+    assert set(live) == {p for p in stored if not p.startswith("carried/")}
+    for path, leaf in live.items():
+        assert leaf.dtype == stored[path].dtype, path
+        assert np.asarray(leaf).tobytes() == stored[path].tobytes(), path
+
+
+@pytest.mark.parametrize("degrees", MESHES, ids=str)
+def test_same_values_on_every_mesh_split_as_declared(saved, degrees):
+    path, stored = saved
+    mesh = make_mesh(**degrees)
+    model = checkpoints.restore(path, mesh, verify=True)
+    check_equal(model, stored)
+    declared = toy.Toy.declare(toy.ToyConfig())
+    for name, param in named(declared).items():
+        leaf = named(model)[name]
+        assert leaf.sharding == jax.sharding.NamedSharding(mesh, param.spec), name
+    assert model.config == toy.ToyConfig() and isinstance(model, toy.Toy)
+    assert checkpoints.checksum(model) == {p: e.checksum for p, e in checkpoints.open(path).manifest.leaves.items()}
+
+
+def test_weights_split_at_rest(saved):
+    path, stored = saved
+    degrees = Degrees(data=4, tensor=2, kv_heads=2)
+    declared = split_at_rest(toy.Toy.declare(toy.ToyConfig()), "data", degrees, smallest=100)
+    typed = jax.tree.map(lambda p: p, declared)
+    model = checkpoints.restore(path, make_mesh(data=4, tensor=2, kv_heads=2), declared=typed)
+    check_equal(model, stored)
+    assert model.blocks.q.sharding.shard_shape(model.blocks.q.shape) == (3, 4, 16, 16)
+
+
+def test_under_an_active_mesh(saved):
+    path, stored = saved
+    mesh = make_mesh(tensor=2)
+    other = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
+    for active in (mesh, other):
+        with jax.set_mesh(active):
+            check_equal(checkpoints.restore(path, mesh, verify=True), stored)
+
+
+@pytest.mark.parametrize("verify", [False, True])
+def test_cast(saved, verify):
+    path, stored = saved
+    model = checkpoints.restore(path, make_mesh(tensor=2), dtype="float32", verify=verify)
+    for name, leaf in named(model).items():
+        value = stored[name]
+        floating = jax.numpy.issubdtype(value.dtype, np.floating)
+        np.testing.assert_array_equal(np.asarray(leaf), value.astype(np.float32) if floating else value, err_msg=name)
+        assert leaf.dtype == (np.float32 if floating else value.dtype)
+    half = checkpoints.restore(path, make_mesh(), dtype=ml_dtypes.bfloat16, verify=verify)
+    np.testing.assert_array_equal(np.asarray(half.blocks.bias), stored["blocks.bias"].astype(ml_dtypes.bfloat16))
+
+
+def test_include(saved):
+    path, stored = saved
+    model = checkpoints.restore(path, make_mesh(tensor=2), include=["blocks.*", "heads.1"])
+    for name, leaf in named(model).items():
+        if name.startswith("blocks.") or name == "heads.1":
+            assert np.asarray(leaf).tobytes() == stored[name].tobytes()
+        else:
+            assert isinstance(leaf, Param)
+    with pytest.raises(InputError, match=r"include='block\.\*' matches no leaf"):
+        checkpoints.restore(path, make_mesh(), include=["blocks.*", "block.*"])
+
+
+def test_the_smallest_budget_is_enough(saved):
+    path, stored = saved
+    check_equal(checkpoints.restore(path, make_mesh(tensor=2), budget=1), stored)
+
+
+def test_large_shards_reach_an_accelerator_in_pieces(saved, monkeypatch):
+    path, stored = saved
+    module = __import__("sys").modules["shardzoo.checkpoints.restore"]
+    monkeypatch.setattr(module, "PIECE", 1000)
+    monkeypatch.setattr(module, "_shares_host_memory", lambda devices: False)
+    check_equal(checkpoints.restore(path, make_mesh(data=2, tensor=2), verify=True), stored)
+    cast = checkpoints.restore(path, make_mesh(tensor=2), dtype="float32")
+    np.testing.assert_array_equal(np.asarray(cast.embed), stored["embed"].astype(np.float32))
+
+
+def remove_data(path, tmp_path):
+    """A copy without any data file: whatever is refused on it is refused before one is opened."""
+    copy = tmp_path / "no-data"
+    shutil.copytree(path, copy)
+    for data in copy.glob("params/*/c"):
+        shutil.rmtree(data) if data.is_dir() else data.unlink()
+    return copy
+
+
+def test_everything_that_does_not_fit_is_refused_at_once_before_data_is_opened(saved, tmp_path):
+    path = remove_data(saved[0], tmp_path)
+    with pytest.raises(InputError) as error:
+        checkpoints.restore(path, make_mesh(tensor=8))
+    assert "kv_heads=2" in str(error.value) and "vocab=56" not in str(error.value)
+    with pytest.raises(InputError, match="heads=8"):
+        checkpoints.restore(path, Mesh(np.array(jax.devices()[:6]).reshape(1, 1, 1, 1, 6), tuple(make_mesh().shape)))
+    with pytest.raises(InputError, match="family='toy' is not 'llama'"):
+        checkpoints.restore(path, make_mesh(), family="llama")
+    wrong = toy.Toy.declare(toy.ToyConfig(layers=4, mlp=128))
+    with pytest.raises(InputError) as error:
+        checkpoints.restore(path, make_mesh(), declared=wrong)
+    for part in (
+        "blocks.q: stored with shape [3, 8, 16, 64] (layer=3, heads=8",
+        "declared [4, 8, 16, 64]",
+        "blocks.up",
+    ):
+        assert part in str(error.value)
+    tree = dataclasses.replace(toy.Toy.declare(toy.ToyConfig()), heads=[], count={"other": Param("", ())})
+    with pytest.raises(InputError) as error:
+        checkpoints.restore(path, make_mesh(), declared=tree)
+    for part in ("heads.0: in the checkpoint, but not declared", "count.other: declared, but not in the checkpoint"):
+        assert part in str(error.value)
+    dims = dataclasses.replace(toy.Toy.declare(toy.ToyConfig()), embed=Param("vocab mlp", (56, 64), {}, toy.BF16))
+    with pytest.raises(InputError, match=r"embed: stored with dims 'vocab embed', declared 'vocab mlp'"):
+        checkpoints.restore(path, make_mesh(), declared=dims)
+
+
+def test_another_dtype_than_declared_is_refused_unless_asked_for(saved):
+    path, stored = saved
+    declared = toy.Toy.declare(toy.ToyConfig())
+    other = dataclasses.replace(declared, embed=dataclasses.replace(declared.embed, dtype=np.dtype("float32")))
+    with pytest.raises(InputError, match="embed: stored as bfloat16, declared float32: pass dtype="):
+        checkpoints.restore(path, make_mesh(), declared=other)
+    assert checkpoints.restore(path, make_mesh(), declared=other, dtype="float32").embed.dtype == np.float32
+
+
+def test_an_unknown_family_and_a_config_of_another_version(tmp_path):
+    toy.write(tmp_path / "a")
+    family = families.FAMILIES.pop("toy")
+    try:
+        with pytest.raises(InputError, match="family='toy' is not in this zoo"):
+            checkpoints.restore(tmp_path / "a", make_mesh())
+    finally:
+        families.register(family)
+
+
+def test_64_bit_leaves_are_not_narrowed_silently(tmp_path):
+    declared = {"w": Param("a", (4,), {}, np.dtype("float64")), "i": Param("a", (4,), {}, np.dtype("int64"))}
+    specs = {k: checkpoints.LeafSpec.of(v) for k, v in declared.items()}
+    with checkpoints.CheckpointWriter(tmp_path / "c", toy.header(), specs, "p") as writer:
+        for name, param in declared.items():
+            toy.put(writer, name, np.arange(4).astype(param.dtype))
+        writer.publish()
+    with pytest.raises(InputError, match=r"i: int64\n  w: float64") as error:
+        checkpoints.restore(tmp_path / "c", make_mesh(), declared=declared)
+    assert "jax_enable_x64" in str(error.value)
+    with jax.enable_x64(True):
+        model = checkpoints.restore(tmp_path / "c", make_mesh(), declared=declared, verify=True)
+    assert model["i"].dtype == np.int64 and np.asarray(model["w"]).tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "remove"])
+@pytest.mark.parametrize("checked", [False, True])
+def test_a_damaged_file_is_named(saved, tmp_path, damage, checked):
+    copy = tmp_path / "copy"
+    shutil.copytree(saved[0], copy)
+    file = copy / "params/blocks.q/c/0/0/0/0"
+    data = bytearray(file.read_bytes())
+    if damage == "flip":
+        data[1000] ^= 4
+        file.write_bytes(data)
+    elif damage == "truncate":
+        file.write_bytes(data[:-1])
+    else:
+        file.unlink()
+    with pytest.raises(InputError) as error:
+        checkpoints.restore(copy, make_mesh(tensor=2), verify=checked)
+    assert "blocks.q: " in str(error.value) and "params/blocks.q/" in str(error.value)
+
+
+def test_values_that_change_on_the_way_to_the_device_are_found(saved, monkeypatch):
+    real = jax.device_put
+
+    def flips(value, device=None, **options):
+        value = np.array(value)
+        if value.shape == (56, 64):
+            value.view(np.uint16)[3, 5] ^= 1 << 15
+        return real(value, device, **options)
+
+    monkeypatch.setattr(jax, "device_put", flips)
+    with pytest.raises(InputError, match="embed: checksum .* on the devices is not"):
+        checkpoints.restore(saved[0], make_mesh(), verify=True)
+    assert restore_function is checkpoints.restore

@@ -1,0 +1,214 @@
+"""Every single-bit flip is found, and missing, extra and truncated files are named."""
+
+import os
+import random
+import shutil
+
+import numpy as np
+import pytest
+import toy_checkpoints as toy
+
+from shardzoo import checkpoints
+from shardzoo.checkpoints.manifest import Manifest, decode
+from shardzoo.checkpoints.orbax_layout import CHECKPOINT_METADATA, MANIFEST_FILE
+from shardzoo.errors import InputError
+
+TINY = toy.ToyConfig(layers=2, embed=4, heads=2, kv_heads=1, head_dim=2, mlp=4, vocab=4)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tiny") / "ckpt"
+    toy.write(path, TINY, carried={"x.y": np.arange(3)}, assets={"config.json": b"{}"})
+    return path
+
+
+@pytest.fixture
+def copy(tiny, tmp_path):
+    shutil.copytree(tiny, tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+def files(root):
+    return sorted(str(p.relative_to(root)) for p in root.rglob("*") if p.is_file())
+
+
+def is_found(path, level):
+    try:
+        checkpoints.verify(path, level)
+    except InputError:
+        return True
+    return False
+
+
+def test_whole(tiny):
+    for level in ("quick", "full"):
+        seen = []
+        report = checkpoints.verify(tiny, level, progress=seen.append)
+        assert report.files == len(checkpoints.open(tiny).manifest.files) and report.level == level
+        assert sum(seen) == (sum(e.spec.nbytes for e in checkpoints.open(tiny).manifest.all_leaves().values())
+                             if level == "full" else 0)  # fmt: skip
+
+
+def test_every_bit_of_the_data(copy):
+    """All bits of all data files of a few leaves: values, chunk checksums and shard indices."""
+    missed, tried = [], 0
+    for name in files(copy):
+        if "/c" not in name or not name.startswith(("params/blocks.up", "params/count", "params/heads.0", "carried/")):
+            continue
+        data = (copy / name).read_bytes()
+        for bit in range(len(data) * 8):
+            flipped = bytearray(data)
+            flipped[bit // 8] ^= 1 << bit % 8
+            (copy / name).write_bytes(flipped)
+            missed += [] if is_found(copy, "full") else [(name, bit)]
+            tried += 1
+        (copy / name).write_bytes(data)
+    assert tried > 2000 and not missed
+    checkpoints.verify(copy)
+
+
+def test_one_bit_in_every_byte_of_every_data_file(copy):
+    rng = random.Random(0)
+    for name in files(copy):
+        if "/c" not in name or "zarr.json" in name:
+            continue
+        data = (copy / name).read_bytes()
+        for at in rng.sample(range(len(data)), min(40, len(data))):
+            flipped = bytearray(data)
+            flipped[at] ^= 1 << rng.randrange(8)
+            (copy / name).write_bytes(flipped)
+            assert is_found(copy, "full"), (name, at)
+        (copy / name).write_bytes(data)
+
+
+def test_one_bit_in_every_byte_of_every_metadata_file(copy):
+    rng = random.Random(1)
+    tried = 0
+    for name in files(copy):
+        if "/c" in name and "zarr.json" not in name and not name.startswith("manifest/"):
+            continue
+        data = (copy / name).read_bytes()
+        everywhere = range(len(data)) if len(data) < 3000 else rng.sample(range(len(data)), 1500)
+        for at in everywhere:
+            flipped = bytearray(data)
+            flipped[at] ^= 1 << rng.randrange(8)
+            (copy / name).write_bytes(flipped)
+            assert is_found(copy, "quick"), (name, at)
+            tried += 1
+        (copy / name).write_bytes(data)
+    assert tried > 8000
+    checkpoints.verify(copy)
+
+
+def test_every_bit_of_the_digests_and_markers(copy):
+    for name in (CHECKPOINT_METADATA, "commit_success.txt", "manifest/assets/config.json"):
+        data = (copy / name).read_bytes()
+        for bit in range(len(data) * 8):
+            flipped = bytearray(data)
+            flipped[bit // 8] ^= 1 << bit % 8
+            (copy / name).write_bytes(flipped)
+            assert is_found(copy, "quick"), (name, bit)
+        (copy / name).write_bytes(data)
+
+
+def test_every_missing_and_truncated_file_is_named(copy):
+    for name in files(copy):
+        data = (copy / name).read_bytes()
+        (copy / name).unlink()
+        with pytest.raises(InputError, match=name.rsplit("/", 1)[-1]):
+            checkpoints.verify(copy, "quick")
+        if data:
+            (copy / name).write_bytes(data[:-1])
+            with pytest.raises(InputError, match=name.rsplit("/", 1)[-1]):
+                checkpoints.verify(copy, "quick")
+        (copy / name).write_bytes(data)
+    checkpoints.verify(copy)
+
+
+def test_extra_files_and_links_are_named(copy):
+    (copy / "params/embed/c/9").write_bytes(b"")
+    os.symlink("embed", copy / "params/link")
+    (copy / "params/count/zarr.json").rename(copy / "moved")
+    os.symlink("../../moved", copy / "params/count/zarr.json")
+    with pytest.raises(InputError) as error:
+        checkpoints.verify(copy, "quick")
+    for part in (
+        "params/embed/c/9: not a file of",
+        "params/link: not a file of",
+        "moved: not",
+        "count/zarr.json: -1 b",
+    ):
+        assert part in str(error.value)
+
+
+def test_all_problems_come_at_once(copy):
+    (copy / "params/embed/zarr.json").unlink()
+    (copy / "manifest/assets/config.json").write_bytes(b"[]")
+    data = bytearray((copy / "params/count/c").read_bytes())
+    data[0] ^= 1
+    (copy / "params/count/c").write_bytes(data)
+    with pytest.raises(InputError) as error:
+        checkpoints.verify(copy)
+    assert len(str(error.value).splitlines()) == 4
+
+
+def test_sound_files_with_the_wrong_values_are_found(copy):
+    """Files of equal shape exchanged: every crc32c holds, the leaf's checksum does not."""
+    a, b = copy / "params/blocks.q/c/0/0/0/0", copy / "params/blocks.out/c/0/0/0/0"
+    first, second = a.read_bytes(), b.read_bytes()
+    assert len(first) == len(second)
+    a.write_bytes(second)
+    b.write_bytes(first)
+    checkpoints.verify(copy, "quick")
+    with pytest.raises(InputError, match=r"blocks.q: files sound, but not with the values written"):
+        checkpoints.verify(copy, "full")
+
+
+def test_a_newer_version_is_refused_as_such(copy):
+    about = (copy / CHECKPOINT_METADATA).read_bytes()
+    (copy / CHECKPOINT_METADATA).write_bytes(about.replace(b'"version":1', b'"version":2'))
+    with pytest.raises(InputError, match=r"version=2 is newer than this program reads \(1\): upgrade shardzoo"):
+        checkpoints.open(copy)
+
+
+def test_what_is_no_checkpoint(tmp_path):
+    with pytest.raises(InputError, match="no such folder"):
+        checkpoints.open(tmp_path / "nothing")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="is not a folder"):
+        checkpoints.open(tmp_path / "file")
+    with pytest.raises(InputError, match="is not a checkpoint"):
+        checkpoints.open(tmp_path)
+    (tmp_path / CHECKPOINT_METADATA).write_text('{"custom_metadata": {}}')
+    with pytest.raises(InputError, match="has no shardzoo manifest"):
+        checkpoints.open(tmp_path)
+
+
+def test_manifest_goes_to_bytes_and_back(tiny):
+    data = (tiny / MANIFEST_FILE).read_bytes()
+    manifest = decode(data, "m")
+    assert isinstance(manifest, Manifest) and manifest.encode() == data
+
+
+def test_a_manifest_of_another_shape_is_refused_with_every_problem(tiny):
+    import json
+
+    record = json.loads((tiny / MANIFEST_FILE).read_bytes())
+    record["leaves"]["embed"]["shape"] = [4, "4"]
+    record["leaves"]["count"]["dtype"] = "float7"
+    record["leaves"]["heads.0"]["folder"] = "../../etc"
+    record["leaves"]["blocks.q"]["inner"][0] = 5
+    record["leaves"]["blocks.k"]["shape"][0] = 3
+    record["sources"] = [{"name": "x"}]
+    record["files"]["/etc/passwd"] = {"size": 1}
+    record["surprise"] = 1
+    with pytest.raises(InputError) as error:
+        decode(json.dumps(record).encode(), "m")
+    assert "unknown field 'surprise'" in str(error.value)
+    del record["surprise"]
+    with pytest.raises(InputError) as error:
+        decode(json.dumps(record).encode(), "m")
+    for part in ("embed: shape", "count: dtype='float7'", "heads.0: wrong folder", "does not divide outer",
+                 "sources[0]: field 'kind'", "/etc/passwd", "blocks.k: its file"):  # fmt: skip
+        assert part in str(error.value), part
