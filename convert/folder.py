@@ -1,5 +1,6 @@
 """Which files of a folder are the weights: an index where there is one, else a set of files that leaves no doubt."""
 
+import os
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -280,7 +281,7 @@ def _hint_of_subfolders(folder: Path) -> str:
     if not folder.is_dir():
         return ""
     inside = [entry for entry in sorted(folder.iterdir()) if entry.is_dir() and not entry.name.startswith(".")]
-    with_weights = [str(entry) for entry in inside if any(map(is_weights, _names(entry)))]
+    with_weights = [str(entry) for entry in inside if os.access(entry, os.R_OK) and any(map(is_weights, _names(entry)))]
     if with_weights:
         return f": give one of its folders that do, {batched_names(with_weights, 20)}"
     return f" (*.safetensors, {', '.join('*' + suffix for suffix in TORCH_SUFFIXES)}, or an index of them)"
