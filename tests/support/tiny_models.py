@@ -124,3 +124,11 @@ def edit_config(folder: Path, **fields) -> Path:
 def copy(folder: Path, to: Path) -> Path:
     shutil.copytree(folder, to)
     return to
+
+
+def flip_bit(checkpoint: Path, leaf: str, at: int = 50) -> None:
+    """Damages one bit of a leaf's values on disk."""
+    file = max((f for f in (checkpoint / "params" / leaf).rglob("*") if f.is_file()), key=lambda f: f.stat().st_size)
+    data = bytearray(file.read_bytes())
+    data[at] ^= 4
+    file.write_bytes(data)
