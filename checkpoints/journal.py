@@ -48,5 +48,9 @@ class Journal:
     def add(self, record: dict[str, Any]) -> None:
         self._file.write(_line(record))
 
+    @property
+    def closed(self) -> bool:
+        return self._file.closed
+
     def close(self) -> None:
         self._file.close()

@@ -194,7 +194,7 @@ class LeafWriter:
             state.commits.append(commit)
             state.total = sums.add(state.total, total)
         commit.add_done_callback(committed)
-        self._tell_stored()
+        self.tell_stored()
 
     def _begin_block(self, path: str, at: Block) -> _Open:
         with self._lock:
@@ -213,7 +213,7 @@ class LeafWriter:
             path, error = self._failure
             raise storage_error(path, error, self.root) from error
 
-    def _tell_stored(self) -> None:
+    def tell_stored(self) -> None:
         """Passes on what has been stored since the last time."""
         while self._tell is not None:
             try:
@@ -236,7 +236,7 @@ class LeafWriter:
                 commit.result()
         except (ValueError, OSError) as error:
             raise storage_error(path, error, self.root) from error
-        self._tell_stored()
+        self.tell_stored()
         return state.total, state.begun
 
     def drain(self) -> None:
@@ -245,7 +245,6 @@ class LeafWriter:
             for commit in state.commits:
                 commit.exception()
         self._open.clear()
-        self._tell_stored()
 
 
 def files_of(at: Block, grid: Grid) -> set[tuple[int, ...]]:

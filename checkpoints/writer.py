@@ -261,6 +261,8 @@ class CheckpointWriter:
     def abort(self) -> None:
         """Stops and lets go; what is written stays for a later run. Does nothing after `publish`."""
         self._writer.drain()
+        if not self._staging.journal.closed:
+            self._writer.tell_stored()
         self._staging.journal.close()
         self._staging.close()
 
