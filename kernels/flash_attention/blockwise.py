@@ -20,8 +20,8 @@ from shardzoo.kernels.flash_attention.tiles import (
     Tiles,
     count,
     live_range,
-    logits_at_once,
     start,
+    step_logits,
     tile_mask,
     tile_sizes,
 )
@@ -71,7 +71,7 @@ def _call(q: Array, k: Array, v: Array, extras: Extras, options: Options) -> _Ca
     if bias is not None:
         heads = (1, 1) if bias.shape[1] == 1 else (size.kv_heads, size.group)
         bias = bias.reshape(bias.shape[0], *heads, size.q_len, size.kv_len)
-    return _Call(grouped, k, v, bias, extras, options, size, tile_sizes(size, logits_at_once()))
+    return _Call(grouped, k, v, bias, extras, options, size, tile_sizes(size, step_logits()))
 
 
 def _loop(first: Index, last: Index, body: Callable, carry):

@@ -10,8 +10,9 @@ from jaxtyping import Array
 from shardzoo.errors import InputError
 from shardzoo.kernels.flash_attention.options import Extras, Options
 
-IMPLEMENTATIONS = ("reference", "blockwise", "tpu", "gpu")
-KERNELS = {"tpu": "tpu", "cuda": "gpu"}
+# The platforms that have a kernel, by the name that lowering uses, and the module that holds it.
+KERNELS: dict[str, str] = {}
+IMPLEMENTATIONS = ("reference", "blockwise", *KERNELS.values())
 
 # (platform, implementation) pairs as `jax.lax.platform_dependent` takes them; the last is ("default", ...).
 Plan = tuple[tuple[str, str], ...]

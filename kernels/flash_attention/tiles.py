@@ -1,5 +1,6 @@
 """How the blockwise version cuts a call into tiles, and which of its tiles hold a visible key."""
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -13,10 +14,12 @@ from shardzoo.kernels.flash_attention.options import Extras, Options, Sizes, off
 # A number where a loop has one turn only or has been unrolled, else a traced scalar.
 Index = int | Int[Array, ""]
 
-# Logits held at once: 1 MiB in float32 stays in one core's cache; an accelerator wants all heads in one step.
-CPU_LOGITS = 2**18
-ACCELERATOR_LOGITS = 2**25
+# A tile's logits of one KV head are 1 MiB in float32, which one core's cache holds.
 ROWS = 512
+TILE_LOGITS = ROWS * ROWS
+# Tiles of several heads and rows of the batch make one step where more units work on it than two cores.
+CORES_PER_TILE = 2
+ACCELERATOR_LOGITS = 2**25
 
 
 @dataclass(frozen=True)
@@ -33,16 +36,24 @@ class Tiles:
     kv: int
 
 
-def tile_sizes(size: Sizes, logits: int) -> Tiles:
-    """Tiles of about `logits` logits, near to square in the rows (queries of a group) and keys of one KV head."""
+def tile_sizes(size: Sizes, step_logits: int) -> Tiles:
+    """Tiles near to square in the rows (queries of a group) and keys of one KV head; longer where the other is short.
+
+    A step takes as many KV heads, and then rows of the batch, as `step_logits` has room for: results do not
+    depend on that number.
+    """
     q = even_tile(size.q_len, max(1, ROWS // size.group))
-    kv = even_tile(size.kv_len, max(ROWS, logits // (size.group * q)))
-    q = even_tile(size.q_len, max(q, logits // (size.group * kv)))
-    left = max(1, logits // (size.group * q * kv))
-    kv_heads = max(n for n in range(1, size.kv_heads + 1) if size.kv_heads % n == 0 and n <= left)
-    left = left // kv_heads if kv_heads == size.kv_heads else 1
-    batch = max(n for n in range(1, size.batch + 1) if size.batch % n == 0 and n <= left)
+    kv = even_tile(size.kv_len, max(ROWS, TILE_LOGITS // (size.group * q)))
+    q = even_tile(size.q_len, max(q, min(TILE_LOGITS // (size.group * kv), 2 * ROWS // size.group)))
+    left = max(1, step_logits // (size.group * q * kv))
+    kv_heads = largest_divisor(size.kv_heads, left)
+    batch = largest_divisor(size.batch, left // kv_heads) if kv_heads == size.kv_heads else 1
     return Tiles(batch, kv_heads, q, kv)
+
+
+def largest_divisor(n: int, limit: int) -> int:
+    """The largest divisor of n that is at most `limit`."""
+    return max(d for d in range(1, n + 1) if n % d == 0 and d <= limit)
 
 
 def even_tile(length: int, target: int) -> int:
@@ -179,8 +190,10 @@ def _mask_terms(
         yield q_ids[:, :, None] == kv_ids[:, None, :]
 
 
-def logits_at_once() -> int:
-    """The number of logits to hold at once on the platform that is traced for."""
+def step_logits() -> int:
+    """How many logits one step holds on the platform that is traced for."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     platform = jax.default_backend() if device is None else device.platform
-    return CPU_LOGITS if platform == "cpu" else ACCELERATOR_LOGITS
+    if platform != "cpu":
+        return ACCELERATOR_LOGITS
+    return TILE_LOGITS * max(1, (os.cpu_count() or 1) // CORES_PER_TILE)
