@@ -334,7 +334,7 @@ def forward(
         if lengths is not None and mask is not None:
             raise InputError("decoder.forward: lengths and mask were both given: give one of them")
         given = {"tokens": tokens, "lengths": lengths, "mask": mask, "positions": positions}
-        arrays = {k: _pad(jnp.asarray(v), mesh.shape[DATA], seq_ways) for k, v in given.items() if v is not None}
+        arrays = {k: pad(jnp.asarray(v), mesh.shape[DATA], seq_ways) for k, v in given.items() if v is not None}
         shard = jax.shard_map(
             lambda model, arrays: _forward(model, declared, run, **arrays),
             mesh=mesh,
@@ -362,7 +362,7 @@ def _check_states(config: Config, states: tuple[int, ...] | None, logits: bool) 
         )
 
 
-def _pad(x: Array, batch_ways: int, seq_ways: int) -> Array:
+def pad(x: Array, batch_ways: int, seq_ways: int) -> Array:
     """x with zeros added until its batch, and its sequence if it has one, divide."""
     ways = (batch_ways, seq_ways)[: x.ndim]
     extra = [(0, -size % way) for size, way in zip(x.shape, ways, strict=True)]

@@ -1,0 +1,80 @@
+"""Keys and values of the tokens so far, for all layers, with the sequence split over `context`.
+
+Each device of `context` keeps its own share of the prompt in its first slots, as prefill computed it there. The token
+fed at decode step t is kept by device t % context, in the slot after those it already uses; the slot is the same for
+all rows, and `positions` says what each slot of each row holds: ragged rows, padding and windows are only masks.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import P, lax
+from jaxtyping import Array, Float, Int, Num
+
+from shardzoo.kernels.flash_attention.options import varying_over
+from shardzoo.zoo.decoder import Config
+from shardzoo.zoo.in_place import block_at, from_storage, to_storage
+from shardzoo.zoo.mesh import CONTEXT, DATA, KV
+
+EMPTY = -1  # position of a slot that holds nothing
+
+
+class Cache(NamedTuple):
+    """One device's keys and values (16-bit floats as integers on a CPU: `in_place.py`), and the slots' positions."""
+
+    k: Num[Array, "layer batch slots kv_heads head_dim"]
+    v: Num[Array, "layer batch slots kv_heads head_dim"]
+    positions: Int[Array, "batch slots"]
+
+    def write(
+        self, layer: Int[Array, ""], slot: Int[Array, ""] | int, kv: Float[Array, "batch seq two kv_heads head_dim"]
+    ) -> "Cache":
+        """With keys and values of a layer put into the slots from `slot` on, in place."""
+
+        def put(into: Array, x: Array) -> Array:
+            return lax.dynamic_update_slice(into, to_storage(x)[None], (layer, 0, slot, 0, 0))
+
+        return self._replace(k=put(self.k, kv[:, :, 0]), v=put(self.v, kv[:, :, 1]))
+
+    def read(self, layer: Int[Array, ""], dtype: jnp.dtype) -> tuple[Array, Array]:
+        """Keys and values of a layer, each (batch, slots, kv_heads, head_dim)."""
+        k, v = block_at((self.k, self.v), layer)
+        return from_storage(k, dtype), from_storage(v, dtype)
+
+    def visible(self, now: Int[Array, "batch"], window: int | None) -> Int[Array, "batch slots"]:
+        """0 for slots that a query at position `now` sees and -1 for others, as `cached_attention` takes them."""
+        seen = self.positions != EMPTY
+        if window is not None:
+            seen &= self.positions > now[:, None] - window
+        return jnp.where(seen, 0, -1)
+
+
+CACHE_SPECS = Cache(
+    k=P(None, DATA, CONTEXT, KV),
+    v=P(None, DATA, CONTEXT, KV),
+    positions=P(DATA, CONTEXT),
+)
+
+
+def spare_slots(steps: int, degree: int) -> int:
+    """Slots that a device needs for `steps` decode steps: its share, and one for the tokens that others keep."""
+    return steps if degree == 1 else -(-steps // degree) + 1
+
+
+def empty(config: Config, batch: int, prompt_slots: int, steps: int, kv_heads: int, dtype: jnp.dtype) -> Cache:
+    """A cache for a prompt share of `prompt_slots` and `steps` decode steps; sizes are one device's."""
+    slots = prompt_slots + spare_slots(steps, lax.axis_size(CONTEXT))
+    shape = (config.layers, batch, slots, kv_heads, config.head_dim)
+    storage = varying_over(to_storage(jnp.zeros(shape, dtype)), frozenset({DATA, CONTEXT, KV}))
+    positions = varying_over(jnp.full((batch, slots), EMPTY, jnp.int32), frozenset({DATA, CONTEXT}))
+    return Cache(k=storage, v=storage, positions=positions)
+
+
+def step_slot(prompt_slots: int, step: Int[Array, ""]) -> tuple[Int[Array, ""], Int[Array, ""]]:
+    """Slot into which this device writes the token of decode step `step`, and whether it is the one that keeps it.
+
+    A device that does not keep the token writes it where its own next one will go.
+    """
+    degree, rank = lax.axis_size(CONTEXT), lax.axis_index(CONTEXT)
+    kept_before = (step - rank + degree - 1) // degree
+    return prompt_slots + kept_before, step % degree == rank

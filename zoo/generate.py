@@ -1,0 +1,383 @@
+"""Generation: prefill, then a decode loop that ends when every row has stopped; one compiled program, on any mesh.
+
+    run = generate(declared, mesh)
+    tokens, lengths = run(model, prompts, prompt_lengths, max_new_tokens=64, stop_ids=(2,))
+
+The batch is split over `data`, the prompt and the cache over `context`, heads and vocabulary over the tensor axes. Per
+decode step and block: two all-reduces over the tensor axes, and over `context` one all-gather of the partial attention.
+Per step: one all-reduce for the embedding, one all-gather of the logits, one all-reduce over `data` that says whether
+any row still runs. The weights are read in place: no gradient flows through generation.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from beartype import beartype
+from jax import P, lax
+from jax.sharding import AbstractMesh, Mesh
+from jaxtyping import Array, Bool, Float, Int, Key, jaxtyped
+
+from shardzoo.errors import InputError, fail_if
+from shardzoo.kernels.flash_attention.options import varying_over
+from shardzoo.zoo import layout
+from shardzoo.zoo.attention import attention, cached_attention
+from shardzoo.zoo.cache import CACHE_SPECS, EMPTY, Cache, empty, spare_slots, step_slot
+from shardzoo.zoo.decoder import Config, Decoder, Host, by_window, check_mesh, gather_ends, pad, sequence_positions
+from shardzoo.zoo.in_place import block_at
+from shardzoo.zoo.mesh import CONTEXT, DATA, TP
+from shardzoo.zoo.next_token import Sampling, choose
+from shardzoo.zoo.rope import rotary
+
+PROMPT_MULTIPLE = 64  # `complete` pads prompts to a multiple of this, so that few lengths are compiled
+
+
+class State(NamedTuple):
+    """Where a generation stands; `step` tokens of each row are chosen, the last of them is not fed yet."""
+
+    cache: Cache
+    prompt: Int[Array, "batch"]
+    step: Int[Array, ""]
+    token: Int[Array, "batch"]
+    done: Bool[Array, "batch"]
+    running: Bool[Array, ""]
+    tokens: Int[Array, "batch new"]
+    lengths: Int[Array, "batch"]
+
+
+STATE_SPECS = State(
+    cache=CACHE_SPECS,
+    prompt=P(DATA),
+    step=P(),
+    token=P(DATA),
+    done=P(DATA),
+    running=P(),
+    tokens=P(DATA),
+    lengths=P(DATA),
+)
+
+
+def last_rows(x: Float[Array, "batch seq embed"], lengths: Int[Array, "batch"]) -> Float[Array, "batch one embed"]:
+    """The stream at each row's last valid position, on every device of `context`: one all-reduce over it."""
+    seq = x.shape[1]
+    local = lengths - 1 - lax.axis_index(CONTEXT) * seq
+    here = (local >= 0) & (local < seq)
+    found = jnp.take_along_axis(x, jnp.clip(local, 0, seq - 1)[:, None, None], axis=1)
+    return lax.psum(jnp.where(here[:, None, None], found, 0), CONTEXT)
+
+
+def next_logits(model: Decoder, x: Float[Array, "batch one embed"]) -> Float[Array, "batch vocab"]:
+    """Logits over the whole vocabulary, on every device of the tensor axes: one all-gather over them."""
+    return lax.all_gather(model.logits(model.norm(x)), TP, axis=2, tiled=True, to="invarying")[:, 0]
+
+
+def prefill(
+    model: Decoder,
+    declared: Decoder,
+    tokens: Int[Array, "batch seq"],
+    lengths: Int[Array, "batch"],
+    steps: int,
+    dtype: Any,
+) -> tuple[Cache, Float[Array, "batch vocab"]]:
+    """Cache of the prompt, with room for `steps` decode steps, and logits after each row's last token."""
+    config, (batch, seq) = model.config, tokens.shape
+    positions = sequence_positions(seq)
+    turn = rotary(config.rope, config.head_dim, positions)
+    x = model.embed(tokens, dtype, in_place=True)
+    cache = empty(config, batch, seq, steps, model.blocks.attn.kv.weight.shape[2], x.dtype)
+    held = jnp.where(positions < lengths[:, None], positions, EMPTY)
+    cache = cache._replace(positions=lax.dynamic_update_slice(cache.positions, held, (0, 0)))
+
+    def body(carry: tuple[Array, Cache], layer: Array) -> tuple[tuple[Array, Cache], None]:
+        x, cache = carry
+        block = layout.gather_at_rest(block_at(model.blocks, layer), declared.blocks, to="invarying")
+        q, kv = block.project(x, turn)
+        attended = by_window(config, layer, lambda w: attention(q, kv, causal=True, window=w, lengths=lengths))
+        return (block.finish(x, attended), cache.write(layer, 0, kv)), None
+
+    (x, cache), _ = lax.scan(body, (x, cache), jnp.arange(config.layers))
+    return cache, next_logits(model, last_rows(x, lengths))
+
+
+def decode_step(
+    model: Decoder, declared: Decoder, state: State, dtype: Any
+) -> tuple[Cache, Float[Array, "batch vocab"]]:
+    """Feeds each row's last token: the cache with it, and the logits after it."""
+    config, cache, fed = model.config, state.cache, state.step - 1
+    now = state.prompt + fed
+    prompt_slots = cache.positions.shape[1] - spare_slots(state.tokens.shape[1] - 1, lax.axis_size(CONTEXT))
+    slot, kept = step_slot(prompt_slots, fed)
+    held = jnp.where(kept, now, EMPTY)[:, None]
+    cache = cache._replace(positions=lax.dynamic_update_slice(cache.positions, held, (0, slot)))
+    turn = rotary(config.rope, config.head_dim, now[:, None])
+    sees = _visible(config, cache, now)
+    x = model.embed(state.token[:, None], dtype, in_place=True)
+
+    def body(carry: tuple[Array, Cache], layer: Array) -> tuple[tuple[Array, Cache], None]:
+        x, cache = carry
+        block = layout.gather_at_rest(block_at(model.blocks, layer), declared.blocks, to="invarying")
+        q, kv = block.project(x, turn)
+        cache = cache.write(layer, slot, kv)
+        attended = cached_attention(q, *cache.read(layer, x.dtype), sees(layer))
+        return (block.finish(x, attended), cache), None
+
+    (x, cache), _ = lax.scan(body, (x, cache), jnp.arange(config.layers))
+    return cache, next_logits(model, x)
+
+
+def _visible(config: Config, cache: Cache, now: Int[Array, "batch"]) -> Callable[[Array], Array]:
+    """For a layer, what `Cache.visible` says with that layer's window."""
+    windowed = config.windowed
+    near, far = cache.visible(now, config.sliding_window), cache.visible(now, None)
+    if len(set(windowed)) == 1:
+        return lambda layer: near if windowed[0] else far
+    return lambda layer: jnp.where(jnp.asarray(windowed)[layer], near, far)
+
+
+def _take(state: State, cache: Cache, token: Int[Array, "batch"], stop_ids: Int[Array, "stops"]) -> State:
+    """The state with one more token chosen; rows that are done get zeros."""
+    token = jnp.where(state.done, 0, token)
+    done = state.done | jnp.any(token[:, None] == stop_ids, axis=1)
+    return State(
+        cache=cache,
+        prompt=state.prompt,
+        step=state.step + 1,
+        token=token,
+        done=done,
+        running=_any(~done),
+        tokens=lax.dynamic_update_slice(state.tokens, token[:, None], (0, state.step)),
+        lengths=state.lengths + ~state.done,
+    )
+
+
+def _any(x: Bool[Array, "batch"]) -> Bool[Array, ""]:
+    return lax.psum(jnp.any(x).astype(jnp.int32), DATA) > 0
+
+
+def _rows(batch: int) -> Int[Array, "batch"]:
+    return lax.axis_index(DATA) * batch + jnp.arange(batch)
+
+
+def _start(
+    model: Decoder,
+    tokens: Int[Array, "batch seq"],
+    lengths: Int[Array, "batch"],
+    key: Key[Array, ""],
+    stop_ids: Int[Array, "stops"],
+    *,
+    declared: Decoder,
+    sampling: Sampling,
+    new: int,
+    dtype: Any,
+) -> State:
+    """One device's state after the prompt, with the first token chosen. Rows of length 0 are done."""
+    model = gather_ends(model, declared, to="invarying")
+    cache, logits = prefill(model, declared, tokens, lengths, new - 1, dtype)
+    batch, step = tokens.shape[0], jnp.zeros((), jnp.int32)
+    none = varying_over(jnp.zeros(batch, jnp.int32), frozenset({DATA}))
+    state = State(
+        cache=cache,
+        prompt=lengths,
+        step=step,
+        token=none,
+        done=lengths == 0,
+        running=_any(lengths > 0),
+        tokens=varying_over(jnp.zeros((batch, new), jnp.int32), frozenset({DATA})),
+        lengths=none,
+    )
+    return _take(state, cache, choose(logits, sampling, key, _rows(batch), step), stop_ids)
+
+
+def _advance(
+    model: Decoder,
+    state: State,
+    key: Key[Array, ""],
+    stop_ids: Int[Array, "stops"],
+    until: Int[Array, ""],
+    *,
+    declared: Decoder,
+    sampling: Sampling,
+    dtype: Any,
+) -> State:
+    """One device's state when `until` tokens of each row are chosen, or every row has stopped."""
+    model = gather_ends(model, declared, to="invarying")
+    rows = _rows(state.token.shape[0])
+
+    def body(state: State) -> State:
+        cache, logits = decode_step(model, declared, state, dtype)
+        return _take(state, cache, choose(logits, sampling, key, rows, state.step), stop_ids)
+
+    return lax.while_loop(lambda s: s.running & (s.step < until), body, state)
+
+
+class _Programs:
+    """The two halves of generation as functions of global arrays."""
+
+    def __init__(self, declared: Decoder, mesh: Mesh | AbstractMesh, dtype: Any):
+        check_mesh(declared, mesh, "generate")
+        self.declared, self.mesh, self.dtype = declared, mesh, dtype
+
+    def _shard(self, f: Callable, inputs: tuple, **options: Any) -> Callable:
+        f = functools.partial(f, declared=self.declared, dtype=self.dtype, **options)
+        specs = (layout.specs(self.declared), *inputs)
+        return jax.shard_map(f, mesh=self.mesh, in_specs=specs, out_specs=STATE_SPECS, check_vma=True)
+
+    def start(self, model, tokens, lengths, key, stop_ids, *, sampling: Sampling, new: int) -> State:
+        tokens = pad(tokens, self.mesh.shape[DATA], self.mesh.shape[CONTEXT])
+        lengths = pad(lengths, self.mesh.shape[DATA], 1)
+        f = self._shard(_start, (P(DATA, CONTEXT), P(DATA), P(), P()), sampling=sampling, new=new)
+        return f(model, tokens, lengths, key, stop_ids)
+
+    def advance(self, model, state: State, key, stop_ids, until, *, sampling: Sampling) -> State:
+        f = self._shard(_advance, (STATE_SPECS, P(), P(), P()), sampling=sampling)
+        return f(model, state, key, stop_ids, until)
+
+
+def _arrays(tokens: Host, lengths: Host, key: Array | None, stop_ids: Sequence[int]) -> tuple[Array, ...]:
+    key = jax.random.key(0) if key is None else key
+    return jnp.asarray(tokens, jnp.int32), jnp.asarray(lengths, jnp.int32), key, jnp.asarray(stop_ids, jnp.int32)
+
+
+def _check(max_new_tokens: int) -> None:
+    if max_new_tokens < 1:
+        raise InputError(f"generate: max_new_tokens={max_new_tokens} is not at least 1: change it")
+
+
+def generate(
+    declared: Decoder, mesh: Mesh | AbstractMesh, *, dtype: Any = None
+) -> Callable[..., tuple[Int[Array, "batch new"], Int[Array, "batch"]]]:
+    """The function `run(model, tokens, lengths, *, max_new_tokens, temperature, top_k, top_p, key, stop_ids)`.
+
+    It returns the new tokens (batch, max_new_tokens), zeros after the end, and how many each row has, a stop token
+    included. Results do not depend on the mesh, on padding, or on the other rows.
+
+    run's arguments, beside the live model:
+        tokens, lengths: prompts padded on the right, and their lengths; a row of length 0 gets nothing.
+        max_new_tokens: the most tokens for a row.
+        temperature, top_k, top_p: see `Sampling`; the default takes the likeliest token.
+        key: of the sampling noise; `jax.random.key(0)` if not given.
+        stop_ids: tokens that end a row.
+
+    Args:
+        dtype: of activations and cache; None is that of the weights.
+
+    Raises:
+        InputError: the mesh does not fit the declaration or has pipe > 1; options out of range.
+    """
+    programs = _Programs(declared, mesh, dtype)
+
+    @functools.partial(jax.jit, static_argnames=("sampling", "new"))
+    def whole(model, tokens, lengths, key, stop_ids, *, sampling, new):
+        state = programs.start(model, tokens, lengths, key, stop_ids, sampling=sampling, new=new)
+        state = programs.advance(model, state, key, stop_ids, jnp.int32(new), sampling=sampling)
+        return state.tokens[: len(tokens)], state.lengths[: len(tokens)]
+
+    @jaxtyped(typechecker=beartype)
+    def run(
+        model: Decoder,
+        tokens: Int[Host, "batch seq"],
+        lengths: Int[Host, "batch"],
+        *,
+        max_new_tokens: int,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        key: Key[Array, ""] | None = None,
+        stop_ids: Sequence[int] = (),
+    ) -> tuple[Int[Array, "batch new"], Int[Array, "batch"]]:
+        _check(max_new_tokens)
+        sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
+        return whole(model, *_arrays(tokens, lengths, key, stop_ids), sampling=sampling, new=max_new_tokens)
+
+    return run
+
+
+def stream(
+    declared: Decoder, mesh: Mesh, *, dtype: Any = None, chunk: int = 8
+) -> Callable[..., Iterator[tuple[np.ndarray, np.ndarray]]]:
+    """As `generate`, but `run` yields (new tokens (batch, up to `chunk`), total lengths so far (batch,)) as they come.
+
+    The first token comes by itself, right after the prompt. Tokens of a row beyond its length are zeros.
+    """
+    programs = _Programs(declared, mesh, dtype)
+    start = jax.jit(programs.start, static_argnames=("sampling", "new"))
+    advance = jax.jit(programs.advance, static_argnames=("sampling",), donate_argnums=1)
+
+    @jaxtyped(typechecker=beartype)
+    def run(
+        model: Decoder,
+        tokens: Int[Host, "batch seq"],
+        lengths: Int[Host, "batch"],
+        *,
+        max_new_tokens: int,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        key: Key[Array, ""] | None = None,
+        stop_ids: Sequence[int] = (),
+    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        _check(max_new_tokens)
+        sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
+        prompts, sizes, key, stops = _arrays(tokens, lengths, key, stop_ids)
+        state = start(model, prompts, sizes, key, stops, sampling=sampling, new=max_new_tokens)
+        shown, batch = 0, len(tokens)
+        while True:
+            step, running = int(state.step), bool(state.running)
+            yield np.asarray(state.tokens)[:batch, shown:step], np.asarray(state.lengths)[:batch]
+            shown = step
+            if not running or step >= max_new_tokens:
+                return
+            until = jnp.int32(min(step + chunk, max_new_tokens))
+            state = advance(model, state, key, stops, until, sampling=sampling)
+
+    return run
+
+
+def complete(
+    declared: Decoder,
+    mesh: Mesh,
+    model: Decoder,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    stop_ids: Sequence[int] = (),
+    dtype: Any = None,
+    **options: Any,
+) -> list[list[int]]:
+    """The new tokens of each prompt as lists, without the stop token; options are those of `generate`.
+
+    Raises:
+        InputError: as `generate`; an empty prompt, a token outside the vocabulary, or a prompt that leaves less than
+            `max_new_tokens` of the model's positions.
+    """
+    _check_prompts(declared.config, prompts, max_new_tokens)
+    if not prompts:
+        return []
+    lengths = np.array([len(p) for p in prompts], np.int32)
+    width = -(-int(lengths.max()) // PROMPT_MULTIPLE) * PROMPT_MULTIPLE
+    tokens = np.zeros((len(prompts), width), np.int32)
+    for row, prompt in zip(tokens, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    run = generate(declared, mesh, dtype=dtype)
+    new, counts = run(model, tokens, lengths, max_new_tokens=max_new_tokens, stop_ids=stop_ids, **options)
+    rows = [row[:count].tolist() for row, count in zip(np.asarray(new), np.asarray(counts), strict=True)]
+    return [row[:-1] if row and row[-1] in stop_ids else row for row in rows]
+
+
+def _check_prompts(config: Config, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+    problems = []
+    for i, prompt in enumerate(prompts):
+        outside = sorted({t for t in prompt if not 0 <= t < config.vocab})
+        if not prompt:
+            problems.append(f"prompt {i} is empty: give at least one token")
+        if outside:
+            problems.append(f"prompt {i}: tokens {outside[:5]} are not in 0 ... {config.vocab - 1} (vocab): check it")
+        if len(prompt) + max_new_tokens > config.max_positions:
+            problems.append(
+                f"prompt {i}: {len(prompt)} tokens + max_new_tokens={max_new_tokens} exceed"
+                f" max_positions={config.max_positions}: shorten one of them"
+            )
+    fail_if(problems, "generate")
