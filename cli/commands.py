@@ -212,8 +212,10 @@ def _restore(found: Any, declared: Any, degrees: Degrees, dtype: np.dtype | None
     """The live model on its mesh, and the mesh."""
     from shardzoo import checkpoints
     from shardzoo.cli.devices import start_mesh
+    from shardzoo.zoo.decoder import check_mesh
 
     mesh = start_mesh(layout.with_kv(declared, degrees))
+    check_mesh(declared, mesh, "generate")
     with working("restoring"):
         return checkpoints.restore(found, mesh, dtype=dtype), mesh
 
@@ -224,17 +226,9 @@ def _reply(
     """The new tokens of each prompt, without the end token."""
     import jax
 
-    from shardzoo.zoo.generate import generate as decode
+    from shardzoo.zoo.generate import complete
 
-    options = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
+    options = dataclasses.asdict(sampling)
+    key = jax.random.key(options.pop("seed"))
     with working("generating"):
-        return decode(
-            declared,
-            mesh,
-            model,
-            ids,
-            max_new_tokens=sampling.max_new_tokens,
-            eos_ids=end_ids,
-            key=jax.random.key(sampling.seed),
-            **options,
-        )
+        return complete(declared, mesh, model, ids, stop_ids=end_ids, key=key, **options)
