@@ -206,13 +206,13 @@ class CheckpointWriter:
         return self._placed[path][2]
 
     def has(self, path: str, at: Block) -> bool:
-        """Whether an earlier run stored this block, so that it need not (and must not) be written again."""
+        """Whether an earlier run stored this block, so that it need not be read and written again."""
         return path in self.done or self._writer.has(path, at)
 
     def write(
         self, path: str, at: Block, values: Shaped[np.ndarray, "..."], done: Callable[[], None] | None = None
     ) -> None:
-        """Starts writing one block of whole files; waits only for room in the budget.
+        """Starts writing one block of whole files; waits only for room in the budget. A block that is there stays.
 
         `values` must stay as it is until `done` is called, by any thread, or `finish_leaf` returns. Safe to call from
         several threads.
@@ -221,7 +221,10 @@ class CheckpointWriter:
             InputError: the storage is full, not writable, or failed, at this block or an earlier one.
             ValueError: the block is not made of whole files, was written before, or has another shape or dtype.
         """
-        self._writer.write(path, at, values, done)
+        if not self.has(path, at):
+            self._writer.write(path, at, values, done)
+        elif done is not None:
+            done()
 
     def finish_leaf(self, path: str, provenance: Iterable[Json] = ()) -> str:
         """Waits until the leaf is stored and notes it in the journal; returns its checksum.

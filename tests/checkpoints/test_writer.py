@@ -99,7 +99,9 @@ def test_a_leaf_whose_files_changed_is_written_again(tmp_path, damage):
         (file.parent / "0.__lock").write_bytes(b"")
     with start(tmp_path / "ckpt") as writer:
         assert not writer.done
-    assert not (staging_path(tmp_path / "ckpt") / "params/embed").exists()
+        first = next(writer.grid("embed").blocks())
+        assert writer.has("embed", first) == (damage == "extra")
+    assert file.exists() == (damage == "extra") and not (file.parent / "0.__lock").exists()
 
 
 def test_another_plan_or_restart_starts_again(tmp_path):
