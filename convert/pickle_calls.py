@@ -278,11 +278,12 @@ def build(target: Any, state: Any) -> Any:
 
 def persistent(value: Any) -> StorageRef:
     """The storage that a persistent id names: ("storage", type, key, location, count[, view])."""
-    if not isinstance(value, tuple) or len(value) not in (5, 6):
-        raise Refused("a persistent id of unknown form is used")
-    label, kind, key, location, count = value[:5]
-    if not isinstance(label, str) or label != "storage":
-        raise Refused(f"a persistent id for a {label[:40] if isinstance(label, str) else type(label).__name__} is used")
+    label = value[0] if isinstance(value, tuple) and value and isinstance(value[0], str) else ""
+    if label == "module" and len(value) > 1 and isinstance(value[1], Global):
+        raise Refused(f"holds a whole module (it asks for {value[1]}, which was not called): {RESAVE}")
+    if label != "storage" or len(value) not in (5, 6):
+        raise Refused(f"a persistent id of unknown form is used ({label[:40]!r})")
+    _, kind, key, location, count = value[:5]
     if not isinstance(kind, Global) or not isinstance(location, str):
         raise Refused("a persistent id of unknown form is used")
     if kind.module not in ("torch", "torch.cuda", "torch.storage") or not kind.name.endswith("Storage"):

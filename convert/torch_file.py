@@ -109,7 +109,7 @@ def open_torch_file(
 
 
 def _open_zip(data: FileBytes, select: str | None, verify_crc: bool) -> TorchFile:
-    members = read_members(data)
+    members = read_members(data, lambda names: _refuse_script(data, names))
     prefix = _archive_prefix(data, members)
     pickled = members[prefix + "data.pkl"]
     check_crc(data, pickled)
@@ -127,15 +127,18 @@ def _open_zip(data: FileBytes, select: str | None, verify_crc: bool) -> TorchFil
     return _finish(data, "pt-zip", select_tensors(root, str(data.path), select), locate)
 
 
-def _archive_prefix(data: FileBytes, members: Mapping[str, Member]) -> str:
-    """The folder inside the archive that holds `data.pkl`."""
-    pickles = [name for name in members if name.endswith("/data.pkl") and name.count("/") == 1]
-    scripted = [name for name in members if name.endswith("/constants.pkl") or "/code/" in name]
+def _refuse_script(data: FileBytes, names: list[str]) -> None:
+    scripted = [name for name in names if name.endswith("/constants.pkl") or "/code/" in name]
     if scripted:
         raise InputError(
             f"{data.path}: is a TorchScript archive (it holds {scripted[0]}), which is a program and not a state dict:"
             " in PyTorch, torch.save(torch.jit.load(file).state_dict(), 'new.pth')"
         )
+
+
+def _archive_prefix(data: FileBytes, members: Mapping[str, Member]) -> str:
+    """The folder inside the archive that holds `data.pkl`."""
+    pickles = [name for name in members if name.endswith("/data.pkl") and name.count("/") == 1]
     if len(pickles) != 1:
         raise InputError(
             f"{data.path}: is a zip archive with {len(pickles)} data.pkl members, not a file of torch.save"
@@ -195,7 +198,10 @@ def _legacy_places(
             raise InputError(
                 f"{data.path}: storage {key[:40]!r} is listed twice or used by nothing: the file is damaged"
             )
-        size = storage.count * _storage_dtype(storage).itemsize
+        try:
+            size = storage.count * _storage_dtype(storage).itemsize
+        except InputError as error:
+            raise InputError(f"{data.path}: storage {key[:40]!r}: {error}") from None
         if position + 8 + size > data.size:
             raise InputError(
                 f"{data.path}: size={data.size}: storage {key[:40]!r} needs {size} bytes from byte {position + 8}:"

@@ -6,7 +6,7 @@ Every record is held against the file: members must not overlap, repeat, be comp
 import itertools
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from shardzoo.convert.file_bytes import FileBytes
@@ -38,8 +38,8 @@ class Member:
         return self.offset + self.size
 
 
-def read_members(data: FileBytes) -> dict[str, Member]:
-    """All members of the archive by name.
+def read_members(data: FileBytes, check_names: Callable[[list[str]], None]) -> dict[str, Member]:
+    """All members of the archive by name; `check_names` sees the names first and may refuse the archive for them.
 
     Raises:
         InputError: the archive is cut short, damaged, or not of stored members; every bad member is named.
@@ -47,7 +47,9 @@ def read_members(data: FileBytes) -> dict[str, Member]:
     start, size, count = _directory(data)
     members: dict[str, Member] = {}
     problems: list[str] = []
-    for name, fields in _entries(data, start, size, count):
+    entries = list(_entries(data, start, size, count))
+    check_names([name for name, _ in entries])
+    for name, fields in entries:
         member = _member(data, name, fields, start, problems)
         if name in members:
             problems.append(f"{name}: is in the archive twice")

@@ -287,7 +287,7 @@ REFUSED = {
     "string not UTF-8": (b"X\x01\x00\x00\x00\xff.", "not UTF-8"),
     "name not UTF-8": (b"c\xff\nx\n.", "not UTF-8"),
     "persistent number": (b"K\x01Q.", "persistent id of unknown form"),
-    "persistent module": (b"(" + text("module") + b"NNNNtQ.", "persistent id for a module"),
+    "persistent module": (b"(" + text("module") + b"cmine\nNet\nNNtQ.", "whole module .it asks for mine.Net"),
     "storage of another class": (b"(" + text("storage") + b"cos\nFloatStorage\n" + text("0") + text("cpu")
                                  + b"K\x01tQ.",
                                  "class os.FloatStorage"),
