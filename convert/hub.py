@@ -99,8 +99,11 @@ def _fetch(hub: Any, address: HubAddress, endpoint: str | None, variant: str | N
         return Path(folder) / address.folder
 
     small = [name for name in names if _is_small(name)]
-    folder = download(small) if small else Path(str(address))
-    weights = choose_weights(folder, names, variant)
+    folder = download(small) if small else Path(address.repo)
+    try:
+        weights = choose_weights(folder, names, variant)
+    except InputError as error:
+        raise InputError(f"{address}: {error}") from None
     folder = download([*small, *weights.files])
     return Fetched(folder=folder, repo=address.repo, commit=info.sha)
 
