@@ -11,7 +11,7 @@ from shardzoo.errors import InputError
 from shardzoo.kernels.flash_attention.options import Extras, Options
 
 # The platforms that have a kernel, by the name that lowering uses, and the module that holds it.
-KERNELS: dict[str, str] = {}
+KERNELS = {"cuda": "gpu"}
 IMPLEMENTATIONS = ("reference", "blockwise", *KERNELS.values())
 
 # (platform, implementation) pairs as `jax.lax.platform_dependent` takes them; the last is ("default", ...).

@@ -4,6 +4,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
+from shardzoo.kernels.flash_attention import gpu
+
 
 @dataclass(frozen=True)
 class Runner:
@@ -17,4 +19,5 @@ class Runner:
 RUNNERS = [
     Runner("reference", nullcontext, 2**25),
     Runner("blockwise", nullcontext, 2**26),
+    Runner("gpu", gpu.interpreted, 2**18),
 ]
