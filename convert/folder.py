@@ -194,9 +194,20 @@ def choose_weights(folder: Path, names: Iterable[str], variant: str | None = Non
     return _choose(folder, names, _candidates(folder, names), variant)
 
 
+def _is_of_weights(path: Path) -> bool:
+    """Whether an index is one of weights: by its name, or by its content where the name does not say."""
+    match = _INDEX.fullmatch(path.name)
+    if match and match["suffix"]:
+        return True
+    try:
+        return "weight_map" in parse_json_object(read_text(path).encode(), str(path))
+    except InputError:  # not JSON, so an index of something else
+        return False
+
+
 def _candidates(folder: Path, names: list[str]) -> list[WeightFiles]:
     """Every set of weight files in the folder: one an index, one a run of numbered parts, one a single file."""
-    found = [_of_index(read_index(folder / name)) for name in names if is_index(name)]
+    found = [_of_index(read_index(folder / name)) for name in names if is_index(name) and _is_of_weights(folder / name)]
     listed = {name for weights in found for name in weights.files}
     runs: dict[tuple[str, str, str, int], list[str]] = defaultdict(list)
     for name in names:

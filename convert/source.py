@@ -6,6 +6,7 @@
 import hashlib
 import json
 import types
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -272,16 +273,24 @@ def _open_one(
 def _expected_of(index: Index | None, name: str) -> str:
     if index is None:
         return ""
-    keys = [key for key, file in index.weight_map.items() if file == name]
+    keys = _keys_by_file(index)[name]
     return f", {len(keys)} tensors are to be in it ({batched_names(keys, 3)})"
+
+
+def _keys_by_file(index: Index) -> dict[str, list[str]]:
+    keys: dict[str, list[str]] = defaultdict(list)
+    for key, name in index.weight_map.items():
+        keys[name].append(key)
+    return keys
 
 
 def _against_index(index: Index, files: Mapping[str, WeightFile]) -> list[str]:
     """The index is the truth: each file holds the tensors that it is said to hold, and no others."""
     problems = []
+    expected = _keys_by_file(index)
     for name, file in files.items():
-        listed = {key for key, where in index.weight_map.items() if where == name}
-        absent = [key for key in index.weight_map if key in listed and key not in file.tensors]
+        listed = expected[name]
+        absent = [key for key in listed if key not in file.tensors]
         if absent:
             problems.append(
                 f"{name}: lacks {len(absent)} of the {len(listed)} tensors that {index.path.name} expects in it:"

@@ -16,7 +16,7 @@ from shardzoo.convert.file_bytes import MAX_DIMS, FileBytes, Stored, Strategy, e
 from shardzoo.convert.pickle_calls import RebuiltTensor, StorageRef
 from shardzoo.convert.state_dict import Selected, select_tensors
 from shardzoo.convert.unpickle import unpickle
-from shardzoo.convert.zip_members import Member, check_crc, read_members
+from shardzoo.convert.zip_members import Member, check_crc, has_checksums, read_members
 from shardzoo.errors import InputError, fail_if
 
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
@@ -112,7 +112,11 @@ def _open_zip(data: FileBytes, select: str | None, verify_crc: bool) -> TorchFil
     members = read_members(data, lambda names: _refuse_script(data, names))
     prefix = _archive_prefix(data, members)
     pickled = members[prefix + "data.pkl"]
-    check_crc(data, pickled)
+    checksums = has_checksums(members)
+    if verify_crc and not checksums:
+        raise InputError(f"{data.path}: was saved without checksums: leave verify_crc out")
+    if checksums:
+        check_crc(data, pickled)
     root = unpickle(data, pickled.offset, pickled.end, f"{data.path}: {pickled.name}").value
     if verify_crc:
         for member in members.values():

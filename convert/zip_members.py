@@ -62,6 +62,11 @@ def read_members(data: FileBytes, check_names: Callable[[list[str]], None]) -> d
     return members
 
 
+def has_checksums(members: dict[str, Member]) -> bool:
+    """Whether the archive states CRC-32s at all: `torch.serialization.set_crc32_options(False)` writes zeros."""
+    return any(member.crc for member in members.values())
+
+
 def check_crc(data: FileBytes, member: Member, block: int = 8 << 20) -> None:
     """Reads a member through and holds it against its CRC-32.
 

@@ -170,6 +170,16 @@ def test_everything_wrong_with_a_sharded_folder_is_told_at_once(sharded):
     assert f"{PARTS[1]}: holds 'a.bias', which {INDEX} places in {PARTS[0]}" in text
 
 
+def test_an_index_of_other_things_is_none_of_weights(tmp_path):
+    save_file(A, tmp_path / "model.safetensors")
+    for name, text in (("faiss.index.json", "{}"), ("words.index.json", "not JSON")):
+        (tmp_path / name).write_text(text)
+    assert keys(tmp_path) == A.keys()
+    save_file(B, tmp_path / "part.safetensors")
+    write_index(tmp_path, dict.fromkeys(B, "part.safetensors"), "anything.index.json")
+    assert keys(tmp_path) == B.keys()
+
+
 def test_a_part_that_the_index_does_not_list(sharded):
     write_index(sharded, dict.fromkeys(A, PARTS[0]))
     assert f"{PARTS[1]} is numbered as one of its parts, but not listed" in problem(sharded)

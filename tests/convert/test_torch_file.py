@@ -413,6 +413,17 @@ def test_the_pickles_own_crc_is_always_verified(archive):
         open_source(archive)
 
 
+def test_archives_saved_without_checksums(tmp_path):
+    torch.serialization.set_crc32_options(False)
+    try:
+        path = save({"w": torch.arange(600.0)}, tmp_path / "a.pth")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert_equal(path, {"w": torch.arange(600.0)}, "mmap")
+    with pytest.raises(InputError, match="was saved without checksums"):
+        open_source(path, verify_crc=True)
+
+
 def test_archives_beyond_4_gib(tmp_path):
     """A sparse file of 5 GiB: 64-bit sizes and offsets in the directory."""
     path, big = tmp_path / "big.pth", 5 << 30
