@@ -4,8 +4,10 @@ Values travel through JAX's coordination service, not through device collectives
 ends in an error on the others after `timeout` seconds and never in a hang.
 """
 
+import contextlib
 import itertools
 import json
+import socket
 import time
 from typing import Any
 
@@ -24,34 +26,83 @@ class ProcessTimeout(RuntimeError):
     """Some processes did not arrive in time; the message names them."""
 
 
-def initialize(coordinator: str, processes: int, process: int, *, timeout: float = 300.0) -> None:
+def initialize(
+    coordinator: str, processes: int, process: int, *, timeout: float = 300.0, shutdown_timeout: float = 30.0
+) -> None:
     """Joins `processes` processes into one JAX program, on CPU with gloo collectives; before any other use of JAX.
 
     Args:
         coordinator: "host:port" of process 0, reachable from all.
         timeout: seconds to wait for the others.
+        shutdown_timeout: seconds that a process waits for the others at its end.
 
     Raises:
-        InputError: numbers that do not fit together.
-        ProcessTimeout: not all processes came.
+        InputError: numbers or an address that do not fit together.
+        ProcessTimeout: not all processes came; names those that did not.
     """
+    host, _, port = coordinator.rpartition(":")
     if not 0 <= process < processes:
         raise InputError(f"distributed: process={process} is not among processes={processes}: number them from 0")
+    if not host or not port.isdecimal():
+        raise InputError(f"distributed: coordinator={coordinator!r} is not host:port of process 0: give that")
+    if process == 0:
+        _gather(int(port), processes, timeout)
+    else:
+        _report(host, int(port), process, timeout)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    try:
-        jax.distributed.initialize(
-            coordinator_address=coordinator,
-            num_processes=processes,
-            process_id=process,
-            initialization_timeout=max(1, round(timeout)),
-        )
-    except (JaxRuntimeError, RuntimeError) as error:
-        if "DEADLINE_EXCEEDED" not in str(error) and "imed out" not in str(error):
-            raise
-        raise ProcessTimeout(
-            f"distributed: process {process} waited {timeout:g} s at {coordinator} for {processes} processes:"
-            " start them all, with the same coordinator and count"
-        ) from error
+    jax.distributed.initialize(
+        coordinator_address=coordinator,
+        num_processes=processes,
+        process_id=process,
+        initialization_timeout=max(1, round(timeout)),
+        shutdown_timeout_seconds=max(1, round(shutdown_timeout)),
+    )
+
+
+def _gather(port: int, processes: int, timeout: float) -> None:
+    """Process 0 waits for a connection from each other process; JAX itself would end the program without saying who.
+
+    Each sends its number as a line, and gets back the numbers of those that did not come, as JSON.
+    """
+    deadline = time.monotonic() + timeout
+    come: dict[int, socket.socket] = {}
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(socket.create_server(("", port)))
+        while len(come) < processes - 1 and (left := deadline - time.monotonic()) > 0:
+            server.settimeout(left)
+            with contextlib.suppress(TimeoutError, ValueError):
+                connection = stack.enter_context(server.accept()[0])
+                connection.settimeout(left)
+                come[int(connection.makefile().readline())] = connection
+        late = [p for p in range(1, processes) if p not in come]
+        for connection in come.values():
+            connection.sendall(json.dumps(late).encode() + b"\n")
+    if late:
+        raise _start_timeout(f"port {port}", late, processes, timeout)
+
+
+def _report(host: str, port: int, process: int, timeout: float) -> None:
+    """Tells process 0 that this one is here, and waits until all are."""
+    deadline = time.monotonic() + timeout
+    while (left := deadline - time.monotonic()) > 0:
+        with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=left) as connection:
+            connection.sendall(b"%d\n" % process)
+            connection.settimeout(left + _RELAY)
+            answer = connection.makefile().readline()
+            if answer and (late := json.loads(answer)):
+                raise _start_timeout(f"{host}:{port}", late, None, timeout)
+            if answer:
+                return
+        time.sleep(0.1)
+    raise _start_timeout(f"{host}:{port}", [0], None, timeout)
+
+
+def _start_timeout(where: str, late: list[int], processes: int | None, timeout: float) -> ProcessTimeout:
+    names, of = ", ".join(map(str, late)), f" of {processes}" if processes else ""
+    return ProcessTimeout(
+        f"distributed: process {names}{of} did not come to {where} within {timeout:g} s:"
+        " start all processes, with the same coordinator and count"
+    )
 
 
 def share(what: str, value: Any, *, timeout: float = TIMEOUT) -> list[Any]:
@@ -92,9 +143,13 @@ def _get(client, key: str, seconds: float, *, wrap: bool = False) -> Any:
     try:
         found = json.loads(client.blocking_key_value_get(key, max(1, round(1000 * seconds))))
     except JaxRuntimeError as error:
-        if "DEADLINE_EXCEEDED" not in str(error):
+        if "DEADLINE_EXCEEDED" in str(error):
+            return None
+        if "UNAVAILABLE" not in str(error):
             raise
-        return None
+        raise ProcessTimeout(
+            f"{key.rsplit('/', 2)[-2]}: process 0 of {jax.process_count()} is gone: see why it ended"
+        ) from error
     return [found] if wrap else found
 
 

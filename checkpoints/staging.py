@@ -62,7 +62,7 @@ class Staging:
         except OSError as error:
             self.close()
             raise storage_error(str(self.dst), error, self.root) from error
-        except InputError:
+        except BaseException:
             self.close()
             raise
 

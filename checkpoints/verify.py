@@ -113,6 +113,4 @@ def _sum_problem(path: str, leaf: Leaf, total: sums.Sums) -> str | None:
     found = sums.text(total)
     if found == leaf.checksum:
         return None
-    return (
-        f"{path}: its files are sound, but their values are not those written (checksum {found}, not {leaf.checksum})"
-    )
+    return f"{path}: files sound, but not with the values written (checksum {found}, not {leaf.checksum})"

@@ -153,7 +153,7 @@ def test_everything_that_does_not_fit_is_refused_at_once_before_data_is_opened(s
 
 
 def test_another_dtype_than_declared_is_refused_unless_asked_for(saved):
-    path, stored = saved
+    path = saved[0]
     declared = toy.Toy.declare(toy.ToyConfig())
     other = dataclasses.replace(declared, embed=dataclasses.replace(declared.embed, dtype=np.dtype("float32")))
     with pytest.raises(InputError, match="embed: stored as bfloat16, declared float32: pass dtype="):
@@ -215,6 +215,6 @@ def test_values_that_change_on_the_way_to_the_device_are_found(saved, monkeypatc
         return real(value, device, **options)
 
     monkeypatch.setattr(jax, "device_put", flips)
-    with pytest.raises(InputError, match="embed: checksum .* on the devices is not"):
+    with pytest.raises(InputError, match=r"embed: checksum .* on the devices is not"):
         checkpoints.restore(saved[0], make_mesh(), verify=True)
     assert restore_function is checkpoints.restore

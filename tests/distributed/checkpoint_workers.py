@@ -1,0 +1,106 @@
+"""What each process runs in the tests of checkpoints over several processes."""
+
+import os
+import time
+
+import jax
+import numpy as np
+import toy_checkpoints as toy
+
+from shardzoo import checkpoints
+from shardzoo.checkpoints import distributed
+from shardzoo.zoo.layout import named
+from shardzoo.zoo.mesh import make_mesh
+
+
+def read_total():
+    """Bytes that this process has read by system calls."""
+    with open("/proc/self/io") as f:
+        return int(f.readline().split()[1])
+
+
+def restore(path, degrees, verify=True):
+    """Restores and returns checksums, and the bytes read against those of the devices' distinct shards."""
+    ckpt = checkpoints.open(path)
+    checkpoints.restore(ckpt, make_mesh(**degrees), include=["count"])  # what starting up reads is not counted
+    before = read_total()
+    model = checkpoints.restore(ckpt, make_mesh(**degrees))
+    after = read_total()
+    held = 0
+    for leaf in named(model).values():
+        shards = {str(s.index): s.data.nbytes for s in leaf.addressable_shards}
+        held += sum(shards.values())
+    sums = checkpoints.checksum(model, timeout=60)
+    return {"sums": sums, "read": after - before, "held": held, "devices": jax.device_count()}
+
+
+def resave(path, to, degrees, **options):
+    """Restores on one mesh and saves from it."""
+    ckpt = checkpoints.open(path)
+    model = checkpoints.restore(ckpt, make_mesh(**degrees))
+    declared = ckpt.family.declare(ckpt.config)
+    checkpoints.save(to, model, declared, source=ckpt, timeout=60, **options)
+    return checkpoints.verify(to).files
+
+
+def save_errors(path, to, degrees):
+    """The message that a refused save gives here."""
+    ckpt = checkpoints.open(path)
+    model = checkpoints.restore(ckpt, make_mesh(**degrees))
+    try:
+        checkpoints.save(to, model, ckpt.family.declare(ckpt.config), timeout=60)
+    except ValueError as error:
+        return [type(error).__name__, str(error)]
+    return None
+
+
+def restore_errors(path, degrees):
+    try:
+        checkpoints.restore(path, make_mesh(**degrees), timeout=60)
+    except ValueError as error:
+        return [type(error).__name__, str(error)]
+    return None
+
+
+def late(seconds, process, timeout):
+    """One process comes late to a barrier; each returns the error it gets and how long it took."""
+    distributed.barrier("warm up", timeout=60)
+    start = time.monotonic()
+    if jax.process_index() == process:
+        time.sleep(seconds)
+    try:
+        distributed.barrier("test", timeout=timeout)
+    except distributed.ProcessTimeout as error:
+        return [str(error), time.monotonic() - start]
+    return None
+
+
+def dies(path, to, degrees, process, timeout):
+    """One process dies in the middle of a save."""
+    ckpt = checkpoints.open(path)
+    model = checkpoints.restore(ckpt, make_mesh(**degrees))
+    if jax.process_index() == process:
+        real = checkpoints.LeafSpec.nbytes
+        from shardzoo.checkpoints.store import LeafWriter
+
+        def die(*_):
+            os.kill(os.getpid(), 9)
+
+        LeafWriter.finish = die
+        assert real is not None
+    start = time.monotonic()
+    try:
+        checkpoints.save(to, model, ckpt.family.declare(ckpt.config), timeout=timeout)
+    except distributed.ProcessTimeout as error:
+        return [str(error), time.monotonic() - start, os.path.exists(to), os.path.exists(to + ".orbax-checkpoint-tmp")]
+    return None
+
+
+def exchange(count):
+    """Values of every process, in order, several times over."""
+    rounds = [distributed.share("x", [jax.process_index(), i], timeout=30) for i in range(count)]
+    whole = np.arange(jax.device_count(), dtype=np.float32)
+    mesh = make_mesh(tensor=jax.device_count())
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(("kv", "rep")))
+    spread = jax.make_array_from_callback(whole.shape, sharding, lambda i: whole[i])
+    return {"rounds": rounds, "total": float(jax.jit(lambda x: x.sum())(spread)), "toy": toy.ToyConfig().embed}

@@ -1,0 +1,112 @@
+"""Two processes of four CPU devices: restore, save, and processes that are late, dead or disagree."""
+
+import importlib.util
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import toy_checkpoints as toy
+from processes import finish, run, start
+
+from shardzoo import checkpoints
+from shardzoo.zoo.layout import named
+from shardzoo.zoo.mesh import make_mesh
+
+spec = importlib.util.spec_from_file_location("checkpoint_workers", Path(__file__).parent / "checkpoint_workers.py")
+workers = importlib.util.module_from_spec(spec)
+sys.modules[spec.name] = workers
+spec.loader.exec_module(workers)
+
+LARGER = toy.ToyConfig(layers=4, embed=512, heads=16, kv_heads=4, head_dim=64, mlp=2048, vocab=4096)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    path = tmp_path_factory.mktemp("saved") / "ckpt"
+    return str(path), toy.write(path, LARGER, assets={"config.json": b"{}"})
+
+
+def stored_sums(path):
+    return {p: leaf.checksum for p, leaf in checkpoints.open(path).manifest.leaves.items()}
+
+
+def test_exchange():
+    for index, result in enumerate(run(workers.exchange, {"count": 5})):
+        assert result["rounds"] == [[[0, i], [1, i]] for i in range(5)], index
+        assert result["total"] == 28
+
+
+@pytest.mark.parametrize(
+    "degrees",
+    [{"tensor": 8, "kv_heads": 4}, {"data": 2, "tensor": 4}, {"context": 4, "tensor": 2}, {"data": 8}],
+    ids=str,
+)
+def test_each_process_reads_what_its_devices_hold(saved, degrees):
+    for result in run(workers.restore, {"path": saved[0], "degrees": degrees}):
+        assert result["devices"] == 8
+        assert result["sums"] == stored_sums(saved[0])
+        assert result["held"] <= result["read"] <= 1.02 * result["held"], result
+
+
+def test_saved_by_two_processes_and_restored_by_one_and_by_two(saved, tmp_path):
+    to = str(tmp_path / "again")
+    run(workers.resave, {"path": saved[0], "to": to, "degrees": {"tensor": 8, "kv_heads": 4}})
+    assert stored_sums(to) == stored_sums(saved[0])
+    again = checkpoints.open(to)
+    assert set(again.assets) == {"config.json"}
+    assert again.leaf("embed").provenance == checkpoints.open(saved[0]).leaf("embed").provenance
+    for degrees in ({}, {"data": 2, "tensor": 2}):
+        model = checkpoints.restore(to, make_mesh(**degrees), verify=True)
+        for path, leaf in named(model).items():
+            assert leaf.dtype == saved[1][path].dtype
+    for result in run(workers.restore, {"path": to, "degrees": {"context": 2, "tensor": 4}}):
+        assert result["sums"] == stored_sums(saved[0])
+
+
+def test_replicated_and_unevenly_owned_leaves_are_written_once(saved, tmp_path):
+    for name, degrees in (("a", {"data": 8}), ("b", {"data": 4, "tensor": 2}), ("c", {"context": 8})):
+        to = str(tmp_path / name)
+        run(workers.resave, {"path": saved[0], "to": to, "degrees": degrees})
+        assert stored_sums(to) == stored_sums(saved[0])
+
+
+def test_every_process_gets_the_error_of_one(saved, tmp_path):
+    (tmp_path / "there").mkdir()
+    for kind, text in run(
+        workers.save_errors, {"path": saved[0], "to": str(tmp_path / "there"), "degrees": {"tensor": 4, "data": 2}}
+    ):
+        assert kind == "InputError" and "there: exists already" in text
+    copy = tmp_path / "copy"
+    shutil.copytree(saved[0], copy)
+    data = bytearray((copy / "params/embed/c/0/0").read_bytes())
+    data[100] ^= 1
+    (copy / "params/embed/c/0/0").write_bytes(data)
+    for kind, text in run(workers.restore_errors, {"path": str(copy), "degrees": {"tensor": 8, "kv_heads": 4}}):
+        assert kind == "InputError" and "process 0: embed: " in text and "process 1" not in text
+
+
+@pytest.mark.parametrize(("process", "seconds"), [(0, 16), (1, 6)])
+def test_a_late_process_is_named_in_time(process, seconds):
+    outcomes = finish(start(workers.late, {"seconds": seconds, "process": process, "timeout": 2}), timeout=90)
+    message, took = outcomes[1 - process][1]
+    assert f"test: process {process} of 2 did not arrive within 2 s" in message
+    assert took < seconds
+
+
+def test_a_dead_process_ends_a_save_in_an_error_that_names_it(saved, tmp_path):
+    to = str(tmp_path / "dead")
+    arguments = {"path": saved[0], "to": to, "degrees": {"tensor": 8, "kv_heads": 4}, "process": 1, "timeout": 4}
+    alive, dead = finish(start(workers.dies, arguments), timeout=90)
+    assert dead[0] == -9
+    message, took, exists, unfinished = alive[1]
+    assert "save: written: process 1 of 2 did not arrive within 4 s" in message
+    assert took < 30 and not exists and not unfinished
+
+
+@pytest.mark.parametrize(("present", "absent"), [([0, 2], 1), ([1], 0)])
+def test_a_process_that_is_not_started_is_named(present, absent):
+    handles = start(workers.exchange, {"count": 1}, processes=3, timeout=4, only=present)
+    for status, result, text in finish(handles, timeout=60):
+        assert status == 1 and result is None
+        assert f"ProcessTimeout: distributed: process {absent}" in text and "did not come to" in text
