@@ -1,9 +1,10 @@
 """What each command does and prints; `app` reads the options."""
 
+import contextlib
 import dataclasses
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -185,9 +186,10 @@ def generate(
     text = chat.read_text_assets(found.assets, str(checkpoint))
     ids = [text.encode(one) if raw else text.encode_chat(one, system) for one in texts]
     begin = time.monotonic()
-    model, mesh = _restore(found, declared, degrees, dtype)
-    restored = time.monotonic()
-    replies = _reply(declared, mesh, model, ids, text.end_ids, sampling)
+    with _room_named(checkpoint, degrees):
+        model, mesh = _restore(found, declared, degrees, dtype)
+        restored = time.monotonic()
+        replies = _reply(declared, mesh, model, ids, text.end_ids, sampling)
     seconds = {"restore": restored - begin, "generate": time.monotonic() - restored}
     decoded = [text.decode(reply) for reply in replies]
     if json:
@@ -206,6 +208,22 @@ def generate(
     if sys.stderr.isatty():
         count = sum(map(len, replies))
         note(f"({count} tokens on {degrees}; restore {seconds['restore']:.1f} s, generate {seconds['generate']:.1f} s)")
+
+
+@contextlib.contextmanager
+def _room_named(checkpoint: Path, degrees: Degrees) -> Iterator[None]:
+    """Turns a device that runs out of memory into an `InputError`."""
+    import jax
+
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise InputError(
+            f"{checkpoint}: a device of mesh ({degrees}) has too little memory ({str(error).splitlines()[0][:200]}):"
+            " use more devices, --dtype bfloat16, or fewer tokens"
+        ) from error
 
 
 def _restore(found: Any, declared: Any, degrees: Degrees, dtype: np.dtype | None) -> tuple[Any, Any]:

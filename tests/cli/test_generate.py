@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import jax
 import pytest
 import tiny_llama
 from command_line import environment, invoke, run
@@ -92,6 +93,16 @@ def test_what_cannot_be_done_is_named(words, named, checkpoint):
     assert ended.status == 1 and ended.out == "" and ended.err.startswith("error: ")
     for part in named:
         assert part in ended.err
+
+
+def test_a_device_without_the_memory_is_named(checkpoint, monkeypatch):
+    def full(*_, **__):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 99 bytes.\nAnd more.")
+
+    monkeypatch.setattr(checkpoints, "restore", full)
+    ended = invoke("generate", checkpoint, "--prompt", "word3", "--mesh", "tensor=2")
+    assert ended.status == 1
+    assert "mesh (tensor=2) has too little memory (RESOURCE_EXHAUSTED: Out of memory allocating 99 bytes.)" in ended.err
 
 
 def test_a_checkpoint_without_a_tokenizer(tmp_path):
