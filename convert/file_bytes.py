@@ -177,9 +177,9 @@ class FileBytes:
             return memoryview(self._map)[offset : offset + count]
         # numpy leaves the pages untouched where bytearray would zero them first.
         target = np.empty(count, np.uint8)
-        self._fill(memoryview(target), offset)
+        self._fill(target.data, offset)
         target.flags.writeable = False
-        return memoryview(target)
+        return target.data
 
     def _fill(self, target: memoryview, offset: int) -> None:
         done = 0

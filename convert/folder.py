@@ -260,7 +260,7 @@ def _check_run(folder: Path, chosen: WeightFiles) -> None:
     if chosen.index or not match or not match["parts"]:
         return
     parts = int(match["parts"])
-    there = {int(_WEIGHTS.fullmatch(name)["part"]) for name in chosen.files}
+    there = {int(part["part"]) for name in chosen.files if (part := _WEIGHTS.fullmatch(name))}
     missing = sorted(set(range(1, min(parts, 100_000) + 1)) - there)
     if missing:
         raise InputError(

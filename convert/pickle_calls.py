@@ -98,7 +98,8 @@ def _rebuild_v3(*args: Any) -> RebuiltTensor:
     dtype = args[6]
     if not isinstance(dtype, Global) or dtype.module != "torch":
         raise Refused("a tensor's dtype is not a torch dtype")
-    return _rebuild(*args[:4], dtype.name)
+    storage, offset, size, stride = args[:4]
+    return _rebuild(storage, offset, size, stride, dtype.name)
 
 
 def _rebuild_v1(*args: Any) -> RebuiltTensor:

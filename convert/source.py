@@ -145,7 +145,7 @@ class Source:
         info = self.tensors[key]
         digest = hashlib.sha256()
         for rows in row_blocks(info, block_bytes):
-            digest.update(self.read(key, rows).reshape(-1).view(np.uint8))
+            digest.update(self.read(key, rows).reshape(-1).view(np.uint8).data)
             self.release(key, rows)
         return digest.hexdigest()
 
