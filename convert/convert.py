@@ -20,6 +20,7 @@ from shardzoo.checkpoints.manifest import CARRIED, MANIFEST, ManifestHeader, Ski
 from shardzoo.checkpoints.manifest import Source as SourceRecord
 from shardzoo.checkpoints.staging import check_destination
 from shardzoo.checkpoints.writer import CheckpointWriter, place_leaves, stored_bytes
+from shardzoo.convert.interrupt import Interrupt, held_back
 from shardzoo.convert.plan import Plan, check_ties, make_plan
 from shardzoo.convert.source import Source, open_source, row_blocks
 from shardzoo.convert.stream import COPIES, Stream
@@ -133,16 +134,18 @@ def convert(
     """
     began = time.perf_counter()
     budget = _checked_budget(memory_budget)
-    with open_source(src) as source:
+    with held_back() as interrupt, open_source(src) as source:
         plan = make_plan(source, family=family, component=component, dtype=dtype, config=config, prefix=prefix)
         target = Path(os.path.abspath(dst))
         if not overwrite or not _is_checkpoint(target):
             check_destination(target)
+        interrupt.check()
         check_ties(source, plan)
         if dry_run:
             return _predict(source, plan, target, str(src), budget)
+        run = _Run(source, plan, budget, resume, sync, progress, config, interrupt)
         with replacing(target, _is_checkpoint) if overwrite else contextlib.nullcontext(target) as place:
-            stream, on_disk = _write(source, plan, place, budget, resume, sync, progress, config)
+            stream, on_disk = run.write(place)
         files = {file.path: stream.digests[i] for i, file in enumerate(source.files)}
     return _report(
         plan,
@@ -166,33 +169,39 @@ def _checked_budget(memory_budget: int | None) -> int:
     return budget
 
 
-def _write(
-    source: Source,
-    plan: Plan,
-    place: Path,
-    budget: int,
-    resume: bool,
-    sync: bool,
-    progress: Progress | None,
-    config: str | Path | None,
-) -> tuple[Stream, int]:
-    leaves, carried = _specs(plan)
-    assets = _assets(source, config)
-    with CheckpointWriter(
-        place,
-        _header(source, plan),
-        leaves,
-        _identity(source, plan, assets),
-        carried=carried,
-        assets=assets,
-        budget=budget,
-        sync=sync,
-        restart=not resume,
-    ) as writer:
-        stream = Stream(source, plan, writer, budget=budget, progress=progress)
-        stream.run()
-        writer.publish(_sources(source, stream.digests))
-        return stream, writer.nbytes
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """The writing part of a conversion, with what it needs."""
+
+    source: Source
+    plan: Plan
+    budget: int
+    resume: bool
+    sync: bool
+    progress: Progress | None
+    config: str | Path | None
+    interrupt: Interrupt
+
+    def write(self, place: Path) -> tuple[Stream, int]:
+        """Streams and publishes; the stream, and the bytes of the data files."""
+        source, plan = self.source, self.plan
+        leaves, carried = _specs(plan)
+        assets = _assets(source, self.config)
+        with CheckpointWriter(
+            place,
+            _header(source, plan),
+            leaves,
+            _identity(source, plan, assets),
+            carried=carried,
+            assets=assets,
+            budget=self.budget,
+            sync=self.sync,
+            restart=not self.resume,
+        ) as writer:
+            stream = Stream(source, plan, writer, budget=self.budget, progress=self.progress, interrupt=self.interrupt)
+            stream.run()
+            writer.publish(_sources(source, stream.digests))
+            return stream, writer.nbytes
 
 
 def _specs(plan: Plan) -> tuple[dict[str, LeafSpec], dict[str, LeafSpec]]:
@@ -333,7 +342,10 @@ def _predict(source: Source, plan: Plan, target: Path, src: str, budget: int) ->
 
 def _nearest_folder(path: Path) -> Path:
     """The folder that holds `path` or will: the first of its parents that exists."""
-    return next(parent for parent in path.parents if parent.is_dir())
+    nearest = next(parent for parent in path.parents if os.path.lexists(parent))
+    if not nearest.is_dir():
+        raise InputError(f"{path}: {nearest} is not a folder: choose another destination")
+    return nearest
 
 
 def _read_rate(source: Source) -> float:

@@ -29,7 +29,8 @@ from shardzoo.checkpoints.staging import sync_folder, write_file
 from shardzoo.checkpoints.store import storage_error
 from shardzoo.convert.backwards import OutFile, OutPiece, files_of, index_of
 from shardzoo.convert.convert import BUDGET, LEAST_BUDGET, peak_memory, replacing
-from shardzoo.convert.stream import FileDigest
+from shardzoo.convert.interrupt import Interrupt, held_back
+from shardzoo.convert.stream import FileDigest, Stopped
 from shardzoo.errors import InputError, fail_if
 from shardzoo.progress import Progress
 
@@ -106,9 +107,10 @@ def export(
     files = files_of(checkpoint)
     target = Path(os.path.abspath(dst))
     with contextlib.ExitStack() as stack:
+        interrupt = stack.enter_context(held_back())
         place = stack.enter_context(replacing(target, _is_export)) if overwrite else target
         staging = stack.enter_context(_Staging(place, checkpoint, sum(file.size for file in files)))
-        work = _Work(checkpoint, staging, files, budget, progress)
+        work = _Work(checkpoint, staging, files, budget, progress, interrupt)
         digests = work.run()
         _check_digests(files, digests)
         small = _small_files(checkpoint, files)
@@ -292,8 +294,10 @@ class _Work:
         files: list[OutFile],
         budget: int,
         progress: Progress | None,
+        interrupt: Interrupt,
     ):
         self._checkpoint, self._staging, self._files, self._progress = checkpoint, staging, files, progress
+        self._interrupt = interrupt
         self._threads = max(1, min(len(files), os.cpu_count() or 2))
         self._most = max(1 << 20, min(MOST_BLOCK, budget // (COPIES * self._threads)))
         self._total, self._done = sum(file.size for file in files), 0
@@ -310,14 +314,17 @@ class _Work:
             jobs = {pool.submit(self._guarded, file): file.name for file in left}
             try:
                 for job in concurrent.futures.as_completed(jobs):
-                    digests[jobs[job]] = job.result()
+                    with contextlib.suppress(Stopped):
+                        digests[jobs[job]] = job.result()
             finally:
                 self._stop.set()
                 pool.shutdown(cancel_futures=True)
+        self._interrupt.check()
         return digests
 
     def _guarded(self, file: OutFile) -> str:
         path = self._staging.root / (file.name + PART)
+        self._raise_if_stopped()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             digest = self._write_file(file, path)
@@ -350,9 +357,12 @@ class _Work:
             digest.close()
             os.close(handle)
 
+    def _raise_if_stopped(self) -> None:
+        if self._stop.is_set() or self._interrupt.asked:
+            raise Stopped
+
     def _count(self, nbytes: int, what: str) -> None:
-        if self._stop.is_set():
-            raise InputError("export: stopped")
+        self._raise_if_stopped()
         with self._lock:
             self._done += nbytes
             done = self._done

@@ -9,7 +9,7 @@ import hashlib
 import itertools
 import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +17,7 @@ import numpy as np
 from shardzoo.checkpoints.grid import Grid
 from shardzoo.checkpoints.store import Budget
 from shardzoo.checkpoints.writer import CheckpointWriter
+from shardzoo.convert.interrupt import Interrupt
 from shardzoo.convert.plan import LeafPlan, Plan
 from shardzoo.convert.rules import Part, Piece, Ranges, part
 from shardzoo.convert.source import Source, TensorInfo
@@ -32,10 +33,14 @@ class Stopped(Exception):
 
 
 class FileDigest:
-    """SHA-256 of a file whose parts come by in rising order; what does not come by is read for it."""
+    """SHA-256 of a file whose parts come by in rising order; what does not come by is read for it.
 
-    def __init__(self, path: Path):
+    `check` is called before each read and may raise.
+    """
+
+    def __init__(self, path: Path, check: Callable[[], None] = lambda: None):
         self._path = path
+        self._check = check
         self._fd = os.open(path, os.O_RDONLY)
         self._sha256 = hashlib.sha256()
         self._at = 0
@@ -51,6 +56,7 @@ class FileDigest:
     def skip_to(self, offset: int) -> None:
         """Reads up to `offset` itself."""
         while self._at < offset:
+            self._check()
             data = os.pread(self._fd, min(HASH_BLOCK, offset - self._at), self._at)
             if not data:
                 raise InputError(f"{self._path}: ends at byte {self._at}: the file changed while being read")
@@ -94,12 +100,23 @@ class Stream:
         source, plan, writer: where values come from, what becomes of them, where they go.
         budget: bytes in flight.
         progress: told of each block written.
+        interrupt: looked at before each block.
     """
 
-    def __init__(self, source: Source, plan: Plan, writer: CheckpointWriter, *, budget: int, progress: Progress | None):
+    def __init__(
+        self,
+        source: Source,
+        plan: Plan,
+        writer: CheckpointWriter,
+        *,
+        budget: int,
+        progress: Progress | None,
+        interrupt: Interrupt,
+    ):
         self._source, self._plan, self._writer = source, plan, writer
         self._budget = Budget(budget)
         self._progress = progress
+        self._interrupt = interrupt
         self._done = 0
         self._lock = threading.Lock()
         self._stop = threading.Event()
@@ -130,13 +147,14 @@ class Stream:
             jobs += [readers.submit(self._guarded, self._read_file, i) for i in range(len(self._source.files))]
             concurrent.futures.wait(jobs)
         finally:
-            # On an interrupt the threads must be gone before the writer is.
+            # Whatever happens here, the threads must be gone before the writer is.
             if not all(job.done() for job in jobs):
                 self._stop.set()
             readers.shutdown(cancel_futures=True)
             self._writers.shutdown()
         if self._failures:
             raise self._failures[0]
+        self._interrupt.check()
 
     def _guarded(self, work, *args) -> None:
         """Runs `work` in a thread; the first failure stops all threads."""
@@ -149,12 +167,16 @@ class Stream:
             self._failures.append(error)
             self._stop.set()
 
+    def _raise_if_stopped(self) -> None:
+        if self._stop.is_set() or self._interrupt.asked:
+            raise Stopped
+
     def _read_file(self, number: int) -> None:
         file = self._source.files[number]
         keys = [key for key, info in self._source.tensors.items() if info.file == number]
         keys.sort(key=lambda key: source_offset(self._source.tensors[key]) or 0)
         known = self._writer.notes.get(f"sha256 {file.path}")
-        digest = FileDigest(self._source.path_of(number)) if known is None else None
+        digest = FileDigest(self._source.path_of(number), self._raise_if_stopped) if known is None else None
         try:
             for key in keys:
                 for piece in self._by_key.get(key, ()):
@@ -169,8 +191,7 @@ class Stream:
     def _read_piece(self, piece: Piece, digest: FileDigest | None) -> None:
         grid = self._writer.grid(piece.target)
         for block in blocks_of(piece.at, grid):
-            if self._stop.is_set():
-                raise Stopped
+            self._raise_if_stopped()
             share = part(piece, block)
             if share is None:
                 continue

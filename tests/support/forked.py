@@ -1,0 +1,87 @@
+"""Runs functions in processes forked from one that has everything imported, so that they start in milliseconds.
+
+Killing such a child is killing any process: nothing of it is left but what it wrote.
+"""
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Self
+
+_SERVER = """
+import os, sys, signal
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+{imports}
+print("ready", flush=True)
+for line in sys.stdin:
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        status = 0
+        print(os.getpid(), flush=True)
+        try:
+            exec(line.strip().replace(chr(0), chr(10)))
+        except KeyboardInterrupt:
+            status = 130
+        except InputError as error:
+            print(error, file=sys.stderr, flush=True)
+            status = 1
+        os._exit(status)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+class Forks:
+    """A process to fork from; use as a context manager.
+
+    Args:
+        imports: statements that it runs once.
+        errors: file that children's standard error goes to.
+    """
+
+    def __init__(self, imports: str, errors: Path):
+        program = textwrap.dedent(_SERVER).format(imports=textwrap.dedent(imports))
+        self._errors = errors
+        self._server = subprocess.Popen(
+            [sys.executable, "-c", program],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=open(errors, "w"),  # noqa: SIM115 (the process holds it)
+            text=True,
+            env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        )
+        assert self._server.stdout.readline() == "ready\n", errors.read_text()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.stdin.close()
+        self._server.wait(timeout=60)
+
+    def run(self, program: str, *, kill: signal.Signals | None = None, after: float = 0.0) -> int:
+        """Runs a program in a child, sends it `kill` `after` seconds, and returns its exit status."""
+        self._server.stdin.write(program.replace("\n", "\0") + "\n")
+        self._server.stdin.flush()
+        child = int(self._server.stdout.readline())
+        if kill is not None:
+            time.sleep(after)
+            with contextlib.suppress(ProcessLookupError):  # it was done already
+                os.kill(child, kill)
+        return int(self._server.stdout.readline())
+
+    def errors(self) -> str:
+        """What children have written to standard error."""
+        return self._errors.read_text()
+
+
+def moments(count: int, longest: float, seed: int) -> list[float]:
+    """Times of kills, spread over a run of `longest` seconds."""
+    rng = random.Random(seed)
+    return [longest * (i + rng.random()) / count for i in range(count)]
