@@ -162,23 +162,34 @@ def inspect(checkpoint: Checkpoint, json: Json = False) -> None:
 @app.command(epilog=EPILOG)
 def audit(
     target: Annotated[
-        str,
-        typer.Argument(metavar="TARGET", help="FAMILY/PRESET, a checkpoint folder, or a PyTorch folder or file."),
+        str, typer.Argument(metavar="TARGET", help="FAMILY/PRESET, a checkpoint folder, or a PyTorch folder or file.")
     ],
     mesh: Annotated[
         list[Any],
         typer.Option(parser=options.parse_mesh, metavar="MESH", help=MESH_HELP + " May be given several times."),
     ],
+    topology: Annotated[
+        str | None,
+        typer.Option(help="Compile the forward pass for this TPU slice, e.g. v5e:2x4.", show_default=False),
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="With --topology: sequences.")] = 1,
+    tokens: Annotated[int, typer.Option(min=1, help="With --topology: length of each.")] = 4096,
+    dtype: Annotated[
+        Any,
+        typer.Option(parser=options.parse_dtype, metavar="DTYPE", help="With --topology: of the weights."),
+    ] = "bfloat16",
     json: Json = False,
 ) -> None:
     """Check whether meshes fit a model, before any device or weight is touched.
 
     For a mesh that fits, says what each device holds; for one that does not, everything that stops it and the nearest
-    meshes that fit. Exit status 1 if any mesh does not fit.
+    meshes that fit. With --topology also compiles for TPUs that need not be there (by libtpu), and says what each
+    device would need. Exit status 1 if any mesh does not fit.
     """
     from shardzoo.cli import commands
 
-    if not commands.audit(target, mesh, json=json):
+    ahead = topology and commands.Ahead(topology=topology, batch=batch, tokens=tokens, dtype=dtype)
+    if not commands.audit(target, mesh, ahead=ahead or None, json=json):
         raise typer.Exit(1)
 
 

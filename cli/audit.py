@@ -22,9 +22,9 @@ class Verdict:
     """
 
     degrees: Degrees
-    problems: list[str]
-    tensors: list[int]
-    nearest: list[Degrees]
+    problems: tuple[str, ...]
+    tensors: tuple[int, ...]
+    nearest: tuple[Degrees, ...]
     device_bytes: int
 
     @property
@@ -69,9 +69,9 @@ def judge(declared: Any, given: Degrees) -> Verdict:
     degrees = layout.with_kv(declared, given)
     problems = layout.misfits(declared, degrees)
     if not problems:
-        return Verdict(degrees, [], [], [], device_bytes(declared, degrees))
+        return Verdict(degrees, (), (), (), device_bytes(declared, degrees))
     tensors, nearest = layout.fitting(declared, given)
-    return Verdict(degrees, problems, tensors, nearest[:3], 0)
+    return Verdict(degrees, tuple(problems), tuple(tensors), tuple(nearest[:3]), 0)
 
 
 def device_bytes(declared: Any, degrees: Degrees) -> int:

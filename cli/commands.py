@@ -13,7 +13,7 @@ import numpy as np
 from shardzoo.cli import audit as judging
 from shardzoo.cli import reports, targets
 from shardzoo.cli.terminal import count_text, note, progress_bar, say, say_json, say_table, size_text, working
-from shardzoo.errors import InputError
+from shardzoo.errors import InputError, fail_if
 from shardzoo.zoo import layout
 from shardzoo.zoo.families import FAMILIES, find_family
 from shardzoo.zoo.mesh import Degrees
@@ -56,12 +56,24 @@ def _say_report(report: Any, lines: Callable[[Any], Iterable[str]], json: bool) 
         say("\n".join(lines(report)))
 
 
-def audit(target: str, meshes: Sequence[Degrees], *, json: bool) -> bool:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ahead:
+    """What to compile ahead of time: the slice, and the sizes of the inputs."""
+
+    topology: str
+    batch: int
+    tokens: int
+    dtype: np.dtype | None
+
+
+def audit(target: str, meshes: Sequence[Degrees], *, ahead: Ahead | None, json: bool) -> bool:
     """Prints the verdict on each mesh; whether all of them fit."""
     found = targets.find_target(target)
     verdicts = [judging.judge(found.declared, degrees) for degrees in meshes]
+    compiled = {} if ahead is None else _compile(found, verdicts, ahead)
     count, size = judging.total(found.declared)
     if json:
+        said = [v.to_json() | {"compiled": compiled[v].to_json() if v in compiled else None} for v in verdicts]
         say_json(
             {
                 "target": found.name,
@@ -69,14 +81,30 @@ def audit(target: str, meshes: Sequence[Degrees], *, json: bool) -> bool:
                 "family": found.family,
                 "parameters": count,
                 "parameter_bytes": size,
-                "meshes": [verdict.to_json() for verdict in verdicts],
+                "meshes": said,
             }
         )
     else:
         say(f"{found.name} ({found.family}, {found.kind}): {count_text(count)} parameters, {size_text(size)}")
         for verdict in verdicts:
-            say("\n".join(verdict.lines()))
+            say("\n".join([*verdict.lines(), *(compiled[verdict].lines() if verdict in compiled else ())]))
     return all(verdict.fits for verdict in verdicts)
+
+
+def _compile(found: targets.Target, verdicts: Sequence[judging.Verdict], ahead: Ahead) -> dict[judging.Verdict, Any]:
+    """For each verdict on a mesh that fits, what the compiler says of it."""
+    from shardzoo.cli import topology
+
+    devices = topology.topology_devices(ahead.topology)
+    wrong = [f"mesh ({v.degrees}) has {v.degrees.devices}" for v in verdicts if v.degrees.devices != len(devices)]
+    fail_if(wrong, f"topology={ahead.topology!r} has {len(devices)} devices, so must every mesh")
+    inputs = topology.Inputs(batch=ahead.batch, tokens=ahead.tokens, dtype=ahead.dtype)
+    with working("compiling"):
+        return {
+            verdict: topology.compile_forward(found.family, found.declared, verdict.degrees, devices, inputs)
+            for verdict in verdicts
+            if verdict.fits
+        }
 
 
 def inspect(checkpoint: Path, *, json: bool) -> None:

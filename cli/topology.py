@@ -1,0 +1,146 @@
+"""Compiling a model's forward pass for a TPU slice that is not there: what each of its devices would need.
+
+The compiler comes with `pip install libtpu`; no TPU is touched. Its figures are those of XLA for the whole program.
+"""
+
+import collections
+import dataclasses
+import importlib.util
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from shardzoo.cli.terminal import size_text
+from shardzoo.errors import InputError
+from shardzoo.zoo import decoder, layout
+from shardzoo.zoo.mesh import Degrees, make_mesh
+
+# What the library asks its surroundings for, where it is not on a TPU machine; the type is any that it knows.
+SURROUNDINGS = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+    "TPU_STDERR_LOG_LEVEL": "3",
+    "TPU_MIN_LOG_LEVEL": "3",
+}
+COLLECTIVE = re.compile(r" (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)(?:-start)?\(")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """Size of the inputs that a program is compiled for."""
+
+    batch: int
+    tokens: int
+    dtype: np.dtype | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Compiled:
+    """What the compiler says of a program.
+
+    Attributes:
+        device: kind of device.
+        seconds: time to compile.
+        argument_bytes, output_bytes, temporary_bytes: on each device; the parameters are arguments.
+        collectives: operation -> how many stand in the program (those in the body of a scan once).
+    """
+
+    device: str
+    seconds: float
+    argument_bytes: int
+    output_bytes: int
+    temporary_bytes: int
+    collectives: Mapping[str, int]
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    def lines(self) -> Iterator[str]:
+        """The figures as text."""
+        parts = {
+            "arguments": self.argument_bytes,
+            "results": self.output_bytes,
+            "temporaries": self.temporary_bytes,
+        }
+        listed = ", ".join(f"{name} {size_text(size)}" for name, size in parts.items())
+        found = ", ".join(f"{count} {name}" for name, count in sorted(self.collectives.items())) or "none"
+        yield f"  on each {self.device}: {listed} (compiled in {self.seconds:.0f} s)"
+        yield f"  collectives in the program: {found}"
+
+
+def decoder_forward(declared: Any, mesh: Mesh, inputs: Inputs) -> tuple[Callable, tuple]:
+    """Logits of whole sequences: the function and its abstract arguments beside the model."""
+    tokens = jax.ShapeDtypeStruct((inputs.batch, inputs.tokens), jnp.int32)
+    return decoder.forward(declared, mesh), (tokens,)
+
+
+FORWARDS: dict[str, Callable[[Any, Mesh, Inputs], tuple[Callable, tuple]]] = {"decoder": decoder_forward}
+
+
+def topology_devices(name: str) -> list[jax.Device]:
+    """The devices of a slice by its name, for example `v5e:2x4`.
+
+    Raises:
+        InputError: libtpu is not installed, or it has no such slice.
+    """
+    if importlib.util.find_spec("libtpu") is None:
+        raise InputError("audit --topology compiles with libtpu: pip install libtpu")
+    from jax.experimental import topologies
+
+    for variable, value in SURROUNDINGS.items():
+        os.environ.setdefault(variable, value)
+    try:
+        return list(topologies.get_topology_desc(name, platform="tpu").devices)
+    except jax.errors.JaxRuntimeError as error:
+        reason = str(error).splitlines()[0][:200]
+        raise InputError(f"topology={name!r} is not one of libtpu's ({reason}): use for example v5e:2x4") from error
+
+
+def compile_forward(
+    family: str, declared: Any, degrees: Degrees, devices: list[jax.Device], inputs: Inputs
+) -> Compiled:
+    """Compiles the family's forward pass on a mesh of `degrees` over `devices`.
+
+    Raises:
+        InputError: the family has no forward pass to compile; the program does not fit the devices' memory.
+    """
+    if family not in FORWARDS:
+        raise InputError(f"family={family!r} cannot be compiled ahead of time: {', '.join(FORWARDS)} can")
+    declared = declared if inputs.dtype is None else layout.astype(declared, inputs.dtype)
+    mesh = make_mesh(
+        data=degrees.data,
+        pipe=degrees.pipe,
+        context=degrees.context,
+        tensor=degrees.tensor,
+        kv_heads=degrees.kv_heads,
+        devices=devices,
+    )
+    function, arguments = FORWARDS[family](declared, mesh, inputs)
+    begin = time.monotonic()
+    lowered = jax.jit(function).lower(layout.abstract(declared, mesh), *arguments)
+    try:
+        compiled = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        reason = str(error).splitlines()[0][:300]
+        raise InputError(f"mesh ({degrees}): does not fit the devices' memory ({reason}): use more devices") from error
+    memory, text = compiled.memory_analysis(), compiled.as_text()
+    assert memory is not None and text is not None  # they are there for TPUs
+    return Compiled(
+        device=devices[0].device_kind,
+        seconds=time.monotonic() - begin,
+        argument_bytes=memory.argument_size_in_bytes,
+        output_bytes=memory.output_size_in_bytes,
+        temporary_bytes=memory.temp_size_in_bytes,
+        collectives=dict(collections.Counter(COLLECTIVE.findall(text))),
+    )

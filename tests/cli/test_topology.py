@@ -1,0 +1,79 @@
+"""Compiling ahead of time for TPUs that are not there."""
+
+import json
+import math
+
+import pytest
+from command_line import invoke, run
+
+from shardzoo import zoo
+from shardzoo.zoo import layout
+
+TINY = zoo.decoder.Config(vocab=512, embed=256, layers=2, heads=8, kv_heads=2, head_dim=64, mlp=512)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def tiny_preset():
+    """A preset that compiles quickly, under a family of its own so that the zoo's list stays as it is."""
+    from shardzoo.cli import topology
+    from shardzoo.zoo.families import FAMILIES, Family
+
+    FAMILIES["tiny"] = Family("tiny", zoo.decoder.Config, zoo.decoder.declare, {"x": TINY})
+    topology.FORWARDS["tiny"] = topology.decoder_forward
+    yield
+    del FAMILIES["tiny"], topology.FORWARDS["tiny"]
+
+
+def test_figures_of_each_mesh():
+    meshes = ("--mesh", "context=2,tensor=4", "--mesh", "data=8")
+    ended = invoke("audit", "tiny/x", *meshes, "--topology", "v5e:2x4", "--tokens", 128, "--batch", 8, "--json")
+    assert ended.status == 0, ended.err
+    split, data = (mesh["compiled"] for mesh in json.loads(ended.out)["meshes"])
+    declared = layout.astype(zoo.decoder.declare(TINY), "bfloat16")
+    whole = sum(param.nbytes for param in layout.named(declared).values())
+    tokens = 8 * 128 * 4
+    assert data["argument_bytes"] == pytest.approx(whole + tokens // 8, rel=0.02)
+    assert split["argument_bytes"] < 0.4 * data["argument_bytes"]
+    # Logits: batch, sequence and vocabulary are split over all eight devices.
+    assert split["output_bytes"] == data["output_bytes"] == math.prod((8, 128, 512)) * 2 // 8
+    assert data["collectives"] == {}
+    assert split["collectives"]["all-reduce"] >= 2 and split["device"] == "TPU v5 lite"
+
+
+def test_lines_for_people():
+    ended = invoke("audit", "tiny/x", "--mesh", "tensor=4", "--topology", "v5e:2x2", "--tokens", 128)
+    assert ended.status == 0, ended.err
+    assert "on each TPU v5 lite: arguments " in ended.out and "collectives in the program: " in ended.out
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (("--mesh", "tensor=4", "--topology", "v5e:2x4"), ("has 8 devices", "mesh (tensor=4) has 4")),
+        (("--mesh", "tensor=4", "--topology", "v9:2x2"), ("topology='v9:2x2'", "v5e:2x4")),
+        (("--mesh", "tensor=4", "--topology", "four"), ("topology='four'",)),
+    ],
+)
+def test_topologies_that_cannot_be(words, named):
+    ended = invoke("audit", "tiny/x", *words)
+    assert ended.status == 1 and ended.out == ""
+    for part in named:
+        assert part in ended.err
+
+
+def test_a_mesh_that_does_not_fit_is_not_compiled():
+    ended = invoke("audit", "tiny/x", "--mesh", "tensor=16", "--topology", "v5e:4x4", "--json")
+    (mesh,) = json.loads(ended.out)["meshes"]
+    assert ended.status == 1 and mesh["compiled"] is None and mesh["problems"]
+
+
+def test_a_user_s_process_sees_nothing_of_the_library():
+    words = ("--mesh", "context=4", "--topology", "v5e:2x2", "--tokens", 64)
+    ended = run("audit", "decoder/smollm2-135m", *words)
+    assert ended.status == 0 and ended.err == "", ended.err
+
+
+def test_without_libtpu_it_is_named(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    ended = invoke("audit", "tiny/x", "--mesh", "tensor=4", "--topology", "v5e:2x2")
+    assert ended.status == 1 and "pip install libtpu" in ended.err
