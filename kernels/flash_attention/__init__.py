@@ -7,7 +7,6 @@
 kernels. Without a named implementation the platform's kernel runs if it takes the call, else `blockwise`.
 """
 
-import jax
 from beartype import beartype
 from jaxtyping import Array, Float, Int, jaxtyped
 
@@ -15,11 +14,9 @@ from shardzoo.kernels.flash_attention.arguments import prepare
 from shardzoo.kernels.flash_attention.attend import attend
 from shardzoo.kernels.flash_attention.choice import Choice, choose, here, named_plan, plan_for
 from shardzoo.kernels.flash_attention.merge import merge
-from shardzoo.kernels.flash_attention.options import Extras
+from shardzoo.kernels.flash_attention.options import Extras, Shaped
 
 __all__ = ["Choice", "flash_attention", "merge", "which_implementation"]
-
-Shaped = Array | jax.ShapeDtypeStruct
 
 
 @jaxtyped(typechecker=beartype)

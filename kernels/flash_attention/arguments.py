@@ -6,21 +6,21 @@ import jax
 import jax.numpy as jnp
 
 from shardzoo.errors import fail_if
-from shardzoo.kernels.flash_attention.options import Extras, Options, Sizes, sizes
+from shardzoo.kernels.flash_attention.options import Extras, Options, Shaped, Sizes, sizes
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def prepare(
-    q: jax.Array | jax.ShapeDtypeStruct,
-    k: jax.Array | jax.ShapeDtypeStruct,
-    v: jax.Array | jax.ShapeDtypeStruct,
+    q: Shaped,
+    k: Shaped,
+    v: Shaped,
     *,
     causal: bool,
     window: int | None,
     scale: float | None,
     soft_cap: float | None,
-    q_offset: int | jax.Array | None,
+    q_offset: int | Shaped | None,
     arrays: Extras,
 ) -> tuple[Extras, Options]:
     """The checked call; `arrays` holds everything but the offset.
@@ -47,7 +47,7 @@ def prepare(
     return arrays._replace(q_offset=traced), options
 
 
-def _offset(size: Sizes, q_offset: int | jax.Array | None) -> tuple[int | None, jax.Array | None]:
+def _offset(size: Sizes, q_offset: int | Shaped | None) -> tuple[int | None, Shaped | None]:
     """The offset as a number where it is known when tracing, else as an int32 array."""
     if q_offset is None:
         return size.kv_len - size.q_len, None
@@ -70,9 +70,9 @@ def _without_idle_bounds(
 
 
 def _problems(
-    q: jax.Array | jax.ShapeDtypeStruct,
-    k: jax.Array | jax.ShapeDtypeStruct,
-    v: jax.Array | jax.ShapeDtypeStruct,
+    q: Shaped,
+    k: Shaped,
+    v: Shaped,
     window: int | None,
     soft_cap: float | None,
     arrays: Extras,
@@ -93,9 +93,9 @@ def _problems(
 
 
 def _shape_problems(
-    q: jax.Array | jax.ShapeDtypeStruct,
-    k: jax.Array | jax.ShapeDtypeStruct,
-    v: jax.Array | jax.ShapeDtypeStruct,
+    q: Shaped,
+    k: Shaped,
+    v: Shaped,
 ) -> Iterator[str]:
     if k.shape != v.shape:
         yield f"k, v: shapes {k.shape} and {v.shape} differ: give one value per key, of the same head_dim"

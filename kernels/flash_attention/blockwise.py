@@ -9,12 +9,11 @@ Everything is in `accumulator(q.dtype)`.
 from collections.abc import Callable
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from shardzoo.kernels.flash_attention.options import Extras, Options, Sizes, accumulator, sizes, varying_like
+from shardzoo.kernels.flash_attention.options import Extras, Options, Shaped, Sizes, accumulator, sizes, varying_like
 from shardzoo.kernels.flash_attention.tiles import (
     Index,
     Tiles,
@@ -28,9 +27,9 @@ from shardzoo.kernels.flash_attention.tiles import (
 
 
 def supports(
-    q: Array | jax.ShapeDtypeStruct,
-    k: Array | jax.ShapeDtypeStruct,
-    v: Array | jax.ShapeDtypeStruct,
+    q: Shaped,
+    k: Shaped,
+    v: Shaped,
     extras: Extras,
     options: Options,
 ) -> str | None:

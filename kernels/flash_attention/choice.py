@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from types import ModuleType
 
 import jax
-from jaxtyping import Array
 
 from shardzoo.errors import InputError
-from shardzoo.kernels.flash_attention.options import Extras, Options
+from shardzoo.kernels.flash_attention.options import Extras, Options, Shaped
 
 # The platforms that have a kernel, by the name that lowering uses, and the module that holds it.
 KERNELS = {"cuda": "gpu"}
@@ -35,7 +34,7 @@ def module(name: str) -> ModuleType:
     return importlib.import_module(f"{__package__}.{name}")
 
 
-def refusal(name: str, q: Array, k: Array, v: Array, extras: Extras, options: Options) -> str | None:
+def refusal(name: str, q: Shaped, k: Shaped, v: Shaped, extras: Extras, options: Options) -> str | None:
     """Why the implementation cannot take the call; None when it can."""
     return module(name).supports(q, k, v, extras, options)
 
@@ -58,7 +57,7 @@ def here() -> str:
     return "rocm" if "rocm" in jax.devices()[0].client.platform_version else "cuda"
 
 
-def choose(platform: str, q: Array, k: Array, v: Array, extras: Extras, options: Options) -> Choice:
+def choose(platform: str, q: Shaped, k: Shaped, v: Shaped, extras: Extras, options: Options) -> Choice:
     """The platform's kernel if it takes the call, else the blockwise version."""
     kernel = KERNELS.get(platform)
     if kernel is None:
@@ -69,7 +68,7 @@ def choose(platform: str, q: Array, k: Array, v: Array, extras: Extras, options:
     return Choice(platform, "blockwise", f"the {kernel} kernel cannot take the call ({reason})")
 
 
-def plan_for(q: Array, k: Array, v: Array, extras: Extras, options: Options) -> Plan:
+def plan_for(q: Shaped, k: Shaped, v: Shaped, extras: Extras, options: Options) -> Plan:
     """What runs on each platform that the call may be lowered for."""
     platform = known_platform()
     if platform is not None:
@@ -79,7 +78,7 @@ def plan_for(q: Array, k: Array, v: Array, extras: Extras, options: Options) -> 
     return (*kernels, ("default", "blockwise"))
 
 
-def named_plan(name: str, q: Array, k: Array, v: Array, extras: Extras, options: Options) -> Plan:
+def named_plan(name: str, q: Shaped, k: Shaped, v: Shaped, extras: Extras, options: Options) -> Plan:
     """The named implementation on every platform.
 
     Raises:

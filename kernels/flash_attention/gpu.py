@@ -21,7 +21,7 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float
 
 from shardzoo.kernels.flash_attention.gpu_kernels import Spec, dbias_kernel, dkv_kernel, dq_kernel, forward_kernel
-from shardzoo.kernels.flash_attention.options import Extras, Options, Sizes, out_struct, sizes
+from shardzoo.kernels.flash_attention.options import Extras, Options, Shaped, Sizes, out_struct, sizes
 
 _INTERPRETED: ContextVar[bool] = ContextVar("interpreted", default=False)
 # Triton computes the place of an element within an array in 32 bits.
@@ -40,9 +40,9 @@ def interpreted() -> Iterator[None]:
 
 
 def supports(
-    q: Array | jax.ShapeDtypeStruct,
-    k: Array | jax.ShapeDtypeStruct,
-    v: Array | jax.ShapeDtypeStruct,
+    q: Shaped,
+    k: Shaped,
+    v: Shaped,
     extras: Extras,
     options: Options,
 ) -> str | None:

@@ -86,6 +86,11 @@ def _tiles_down(n: Array | int, tile: int) -> Array | int:
     return n // tile if isinstance(n, int) else lax.div(n, jnp.int32(tile))
 
 
+def _only_if(condition: Array, n: Array | int) -> Array:
+    """n where the condition holds, else 0; a select between two numbers does not lower to Triton's IR."""
+    return condition.astype(jnp.int32) * n
+
+
 @dataclass(frozen=True)
 class Row:
     """The scalars of one row of the batch, None where there is no such option."""
@@ -122,8 +127,8 @@ def key_bounds(spec: Spec, row: Row, tile: Array, segments: bool) -> Bounds:
         low = _most(low, first_query + row.offset - options.before)
         inner_low = _most(inner_low, last_query + row.offset - options.before)
     if row.q_length is not None:
-        high = jnp.where(first_query < queries, high, 0)
-        inner_high = jnp.where(last_query < queries, inner_high, 0)
+        high = _only_if(first_query < queries, high)
+        inner_high = _only_if(last_query < queries, inner_high)
     return _bounds(low, high, inner_low, 0 if segments else inner_high, spec.kv)
 
 
@@ -143,8 +148,8 @@ def query_bounds(spec: Spec, row: Row, tile: Array, segments: bool) -> Bounds:
         high = _least(high, last_key - row.offset + options.before + 1)
         inner_high = _least(inner_high, first_key - row.offset + options.before + 1)
     if row.kv_length is not None or size.kv_len % spec.kv:
-        high = jnp.where(first_key < keys, high, 0)
-        inner_high = jnp.where(first_key + spec.kv <= keys, inner_high, 0)
+        high = _only_if(first_key < keys, high)
+        inner_high = _only_if(first_key + spec.kv <= keys, inner_high)
     return _bounds(low, high, inner_low, 0 if segments else inner_high, spec.q)
 
 

@@ -26,6 +26,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 T = TypeVar("T")
+# An array, or a stand-in for one where only shape and dtype matter.
+Shaped = Array | jax.ShapeDtypeStruct
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +116,7 @@ class Sizes(NamedTuple):
     head_dim: int
 
 
-def sizes(q: Array | jax.ShapeDtypeStruct, k: Array | jax.ShapeDtypeStruct) -> Sizes:
+def sizes(q: Shaped, k: Shaped) -> Sizes:
     """The sizes of a call, from q (batch, q_len, heads, head_dim) and k (batch, kv_len, kv_heads, head_dim)."""
     batch, q_len, heads, head_dim = q.shape
     _, kv_len, kv_heads, _ = k.shape

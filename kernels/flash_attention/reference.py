@@ -8,13 +8,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from shardzoo.kernels.flash_attention.options import Extras, Options, accumulator, offset_of, sizes
+from shardzoo.kernels.flash_attention.options import Extras, Options, Shaped, accumulator, offset_of, sizes
 
 
 def supports(
-    q: Array | jax.ShapeDtypeStruct,
-    k: Array | jax.ShapeDtypeStruct,
-    v: Array | jax.ShapeDtypeStruct,
+    q: Shaped,
+    k: Shaped,
+    v: Shaped,
     extras: Extras,
     options: Options,
 ) -> str | None:

@@ -19,7 +19,13 @@ BIAS = jnp.asarray(RNG.normal(size=(1, 4, 64, 48)), jnp.float32)
 LENGTHS = jnp.asarray([48, 31], jnp.int32)
 OPERANDS = (0, 1, 2, 3)
 
-runners = pytest.mark.parametrize("runner", [pytest.param(r, id=r.implementation) for r in RUNNERS])
+
+def parametrized(chosen: list[Runner]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("runner", [pytest.param(r, id=r.implementation) for r in chosen])
+
+
+runners = parametrized(RUNNERS)
+runners_in_shard_map = parametrized([r for r in RUNNERS if r.shard_map])
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +84,7 @@ LAYOUTS = {
 }
 
 
-@runners
+@runners_in_shard_map
 @pytest.mark.parametrize("layout", list(LAYOUTS))
 def test_shard_map(runner: Runner, mesh, layout: str):
     want = result(direct("reference", causal=True, q_offset=-16, kv_lengths=LENGTHS))
@@ -91,7 +97,7 @@ def test_shard_map_chosen(mesh):
     close(result(over_mesh(mesh, None, *LAYOUTS["queries-split"])), want)
 
 
-@runners
+@runners_in_shard_map
 def test_operands_vary_over_different_axes(runner: Runner, mesh):
     """q over "context", k and v over "data" (rows that every q sees half of), the bias over "kv"."""
 
