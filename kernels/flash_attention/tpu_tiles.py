@@ -127,7 +127,12 @@ def column(row: Array, rows: slice | Any) -> Array:
 
 
 def tile_mask(
-    call: Call, edges: Edges, segments: tuple[Any, Any] | None, at: tuple, starts: tuple[Scalar, Scalar], hide_rows: bool
+    call: Call,
+    edges: Edges,
+    segments: tuple[Any, Any] | None,
+    at: tuple,
+    starts: tuple[Scalar, Scalar],
+    hide_rows: bool,
 ) -> Bool[Array, "tile_kv tile_q"]:
     """Which pairs of one tile are visible.
 
