@@ -1,5 +1,6 @@
 """The folder that a checkpoint is written in until it is whole: lock, checks before the first byte, publishing."""
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -151,9 +152,16 @@ class Staging:
             self._lock = -1
 
     def discard(self) -> None:
-        """Removes everything written so far; does nothing once published."""
+        """Removes everything written so far; does nothing once published.
+
+        The lock goes last: a folder without it is taken for another program's.
+        """
         if self._lock >= 0:
-            shutil.rmtree(self.root, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                self._clear()
+                (self.root / JOURNAL).unlink(missing_ok=True)
+                (self.root / LOCK).unlink()
+                self.root.rmdir()
         self.close()
 
 

@@ -1,0 +1,226 @@
+"""Restoring onto other meshes, with 1, 2, 4 and 8 processes of this machine: bytes read, and time against Orbax.
+
+    python benchmarks/restore.py [--mib 512] [--processes 1 2 4 8] [--rounds 3] [--dir DIR]
+
+For each of ten pairs of meshes (saved on one, restored on the other) and each number of processes:
+ - bytes that each process reads, over the bytes of the distinct shards its devices hold;
+ - wall time of our restore, over that of Orbax restoring the layout that Orbax itself writes, onto the same mesh in the
+   same processes. The page cache is dropped before each, so both read from the disk; they alternate in every round.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+PAIRS = [  # saved on, restored on
+    ({"tensor": 8}, {"tensor": 8}),
+    ({"tensor": 8}, {"data": 8}),
+    ({"tensor": 4, "data": 2}, {"tensor": 2, "context": 4}),
+    ({"tensor": 2, "context": 4}, {"tensor": 8}),
+    ({"data": 8}, {"tensor": 4, "context": 2}),
+    ({"tensor": 1}, {"tensor": 2, "data": 4}),
+    ({"tensor": 8}, {"pipe": 4, "tensor": 2}),
+    ({"pipe": 2, "tensor": 4}, {"tensor": 8}),
+    ({"tensor": 4}, {"data": 2, "context": 2, "tensor": 2}),
+    ({"context": 8}, {"pipe": 8}),
+]
+DEVICES = 8
+
+
+def declare(mib: int):
+    """A decoder-like model of about `mib` MiB in bfloat16, stacked blocks split over `pipe` as well."""
+    import ml_dtypes
+    import numpy as np
+
+    from shardzoo.zoo.layout import Param, stack
+    from shardzoo.zoo.mesh import TP
+
+    bf16, embed, heads, head_dim, mlp, vocab = np.dtype(ml_dtypes.bfloat16), 2048, 16, 128, 8192, 32768
+    block = {
+        "q": Param("heads head_dim embed", (heads, head_dim, embed), {"heads": TP}, bf16),
+        "k": Param("heads head_dim embed", (heads, head_dim, embed), {"heads": TP}, bf16),
+        "v": Param("heads head_dim embed", (heads, head_dim, embed), {"heads": TP}, bf16),
+        "out": Param("embed heads head_dim", (embed, heads, head_dim), {"heads": TP}, bf16),
+        "up": Param("mlp embed", (mlp, embed), {"mlp": TP}, bf16),
+        "down": Param("embed mlp", (embed, mlp), {"mlp": TP}, bf16),
+        "norm": Param("embed", (embed,), {}, bf16),
+        "bias": Param("heads head_dim", (heads, head_dim), {"heads": TP}, bf16),
+    }
+    table = Param("vocab embed", (vocab, embed), {"vocab": TP}, bf16)
+    layers = max(8, round((mib - 128) / 96 / 8) * 8)
+    return {"embed": table, "blocks": stack(block, layers, "pipe")}
+
+
+def values(param, seed: int):
+    """Random finite bfloat16 bits."""
+    import numpy as np
+
+    bits = np.random.default_rng(seed).integers(0, 1 << 16, param.shape, dtype=np.uint16)
+    return (bits & 0xBFFF).view(param.dtype)
+
+
+def model_on(declared, mesh):
+    """A live model of random values, each process making its own shards."""
+    import jax
+    from jax.sharding import NamedSharding
+
+    from shardzoo.zoo.layout import fill, named
+
+    live = {}
+    for seed, (path, param) in enumerate(named(declared).items()):
+        whole = values(param, seed)
+        sharding = NamedSharding(mesh, param.spec)
+        live[path] = jax.make_array_from_callback(param.shape, sharding, lambda at, whole=whole: whole[at])
+    return fill(declared, live)
+
+
+def read_bytes() -> int:
+    with open("/proc/self/io") as f:
+        return int(f.readline().split()[1])
+
+
+def save_both(folder: Path, saved_on: dict, mib: int) -> None:
+    from orbax.checkpoint import v1 as ocp
+
+    from shardzoo import checkpoints
+    from shardzoo.zoo.mesh import make_mesh
+
+    declared = declare(mib)
+    model = model_on(declared, make_mesh(**saved_on))
+    header = checkpoints.ManifestHeader(family="benchmark", config={})
+    checkpoints.save(folder / "ours", model, declared, header=header)
+    ocp.save(folder / "orbax", model)
+
+
+def restore_once(folder: Path, engine: str, degrees: dict, mib: int) -> dict:
+    """One restore: seconds, bytes read, bytes of the distinct shards held, checksums of all leaves."""
+    import jax
+    from orbax.checkpoint import v1 as ocp
+
+    from shardzoo import checkpoints
+    from shardzoo.checkpoints import distributed
+    from shardzoo.zoo.layout import abstract, named
+    from shardzoo.zoo.mesh import make_mesh
+
+    declared, mesh = declare(mib), make_mesh(**degrees)
+    distributed.barrier("start", timeout=120)
+    before, start = read_bytes(), time.perf_counter()
+    if engine == "ours":
+        model = checkpoints.restore(folder / "ours", mesh, declared=declared)
+    else:
+        model = ocp.load(folder / "orbax", abstract(declared, mesh))
+    jax.block_until_ready(jax.tree.leaves(model))
+    distributed.barrier("end", timeout=600)
+    took, read = time.perf_counter() - start, read_bytes() - before
+    held = 0
+    for leaf in named(model).values():
+        held += sum({str(s.index): s.data.nbytes for s in leaf.addressable_shards}.values())
+    return {"seconds": took, "read": read, "held": held}
+
+
+def worker(job: dict) -> None:
+    from shardzoo.checkpoints import distributed
+
+    if job["processes"] > 1:
+        distributed.initialize(job["coordinator"], job["processes"], job["process"], timeout=120)
+    call = {"save": save_both, "restore": restore_once}[job["call"]]
+    print("RESULT " + json.dumps(call(Path(job["folder"]), **job["arguments"])), flush=True)
+
+
+def launch(call: str, folder: Path, arguments: dict, processes: int) -> list[dict]:
+    """Runs `call` in the given number of processes that share eight CPU devices; the result of each."""
+    import socket
+
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        coordinator = f"127.0.0.1:{s.getsockname()[1]}"
+    job = {
+        "call": call,
+        "folder": str(folder),
+        "arguments": arguments,
+        "processes": processes,
+        "coordinator": coordinator,
+    }
+    flags = f"--xla_force_host_platform_device_count={DEVICES // processes}"
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "TF_CPP_MIN_LOG_LEVEL": "3"}
+    running = [
+        subprocess.Popen(
+            [sys.executable, __file__, "--worker", json.dumps({**job, "process": p})],
+            env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for p in range(processes)
+    ]  # fmt: skip
+    outputs = [p.communicate(timeout=900) for p in running]
+    for process, (_, err) in zip(running, outputs, strict=True):
+        if process.returncode:
+            raise SystemExit(f"a worker of {call} failed:\n{err[-3000:]}")
+    return [json.loads(out.split("RESULT ", 1)[1]) for out, _ in outputs]
+
+
+def drop_cache(folder: Path) -> None:
+    """Takes the files below `folder` out of the page cache."""
+    os.sync()
+    for file in folder.rglob("*"):
+        if file.is_file():
+            handle = os.open(file, os.O_RDONLY)
+            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(handle)
+
+
+def measure(folder: Path, degrees: dict, processes: int, rounds: int, mib: int) -> dict:
+    times: dict[str, list[float]] = {"ours": [], "orbax": []}
+    worst: dict[str, float] = {"ours": 0.0, "orbax": 0.0}
+    for turn in range(rounds):
+        for engine in ("ours", "orbax") if turn % 2 == 0 else ("orbax", "ours"):
+            drop_cache(folder)
+            results = launch("restore", folder, {"engine": engine, "degrees": degrees, "mib": mib}, processes)
+            times[engine].append(max(r["seconds"] for r in results))
+            worst[engine] = max(worst[engine], *(r["read"] / r["held"] for r in results))
+    ours, orbax = (statistics.median(times[e]) for e in ("ours", "orbax"))
+    return {"read_over_held": worst["ours"], "orbax_read_over_held": worst["orbax"],
+            "ours_s": ours, "orbax_s": orbax, "ratio": ours / orbax}  # fmt: skip
+
+
+def name(degrees: dict) -> str:
+    return ",".join(f"{k}={v}" for k, v in degrees.items())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mib", type=int, default=512)
+    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--pairs", type=int, nargs="+", default=range(len(PAIRS)))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--dir", type=Path, default=None, help="where to write; a folder on the disk to measure")
+    parser.add_argument("--worker")
+    args = parser.parse_args()
+    if args.worker:
+        worker(json.loads(args.worker))
+        return
+    root = Path(tempfile.mkdtemp(prefix="restore-benchmark-", dir=args.dir))
+    print(f"{'saved on':>20} {'restored on':>28} processes  read/held (orbax)   ours s  orbax s  ratio")
+    try:
+        for pair in args.pairs:
+            saved_on, degrees = PAIRS[pair]
+            folder = root / f"pair{pair}"
+            folder.mkdir()
+            launch("save", folder, {"saved_on": saved_on, "mib": args.mib}, 1)
+            for processes in args.processes:
+                m = measure(folder, degrees, processes, args.rounds, args.mib)
+                print(f"{name(saved_on):>20} {name(degrees):>28} {processes:9}  {m['read_over_held']:9.3f} "
+                      f"({m['orbax_read_over_held']:.3f})  {m['ours_s']:7.2f}  {m['orbax_s']:7.2f}  {m['ratio']:5.2f}",
+                      flush=True)  # fmt: skip
+            shutil.rmtree(folder)
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()
