@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import P, lax
-from jaxtyping import Array, Float, Int, Num
+from jaxtyping import Array, Bool, Float, Int, Num
 
 from shardzoo.kernels.flash_attention.options import varying_over
 from shardzoo.zoo.decoder import Config
@@ -70,7 +70,7 @@ def empty(config: Config, batch: int, prompt_slots: int, steps: int, kv_heads: i
     return Cache(k=storage, v=storage, positions=positions)
 
 
-def step_slot(prompt_slots: int, step: Int[Array, ""]) -> tuple[Int[Array, ""], Int[Array, ""]]:
+def step_slot(prompt_slots: int, step: Int[Array, ""]) -> tuple[Int[Array, ""], Bool[Array, ""]]:
     """Slot into which this device writes the token of decode step `step`, and whether it is the one that keeps it.
 
     A device that does not keep the token writes it where its own next one will go.
