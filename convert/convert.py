@@ -28,7 +28,7 @@ from shardzoo.errors import InputError
 from shardzoo.progress import Progress
 from shardzoo.zoo.families import config_to_json
 
-BUDGET = 192 << 20  # bytes in flight, unless the caller says otherwise
+BUDGET = 128 << 20  # bytes in flight, unless the caller says otherwise
 LEAST_BUDGET = 16 << 20
 PROBE_BYTES = 32 << 20
 
@@ -121,7 +121,7 @@ def convert(
         src: what to convert.
         dst: where the checkpoint will be.
         family, component, dtype, config, prefix: see `make_plan`.
-        memory_budget: bytes of values in flight (default 192 MiB); peak memory is about this and the interpreter.
+        memory_budget: bytes of values in flight (default 128 MiB); peak memory is about this and the interpreter.
         dry_run: check everything and predict time and memory, but write nothing.
         resume: carry on an interrupted run of the same plan; False starts again.
         overwrite: replace a checkpoint at `dst`, once the new one is whole.

@@ -38,7 +38,7 @@ SUFFIX = ".shardzoo-export"  # of the folder that an export is written in until 
 PART = ".part"  # of each weight file in it until then
 JOURNAL, LOCK = "export.journal", "export.lock"
 MOST_BLOCK = 32 << 20
-COPIES = 3  # a block in flight: the files' bytes, the decoded values, and the next block being read
+COPIES = 12  # of a block in each thread: its chunks as stored and decoded, the same of the next one, and what malloc keeps
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,7 +91,7 @@ def export(
         dst: the folder to write.
         layout: "transformers", ...; by default, and so far only, the one it was converted from.
         overwrite: replace a folder of weights at `dst` once the new one is whole.
-        memory_budget: bytes of values in flight (default 192 MiB).
+        memory_budget: bytes of values in flight (default 128 MiB).
         progress: told of each block.
 
     Raises:
@@ -400,7 +400,7 @@ def flat_blocks(piece: OutPiece, grid: Grid, most: int) -> Iterator[tuple[tuple[
     """Blocks of a piece's leaf that follow each other in the piece's row-major order, of at most `most` bytes.
 
     Yields the block's ranges in the leaf and the position of its first element in the piece. Blocks keep to the grid's
-    files where those are small enough.
+    files, or at least its chunks, where those are small enough.
     """
     shape = [stop - start for start, stop in piece.at]
     if math.prod(shape) == 0:
@@ -413,7 +413,8 @@ def flat_blocks(piece: OutPiece, grid: Grid, most: int) -> Iterator[tuple[tuple[
         yield (), 0
         return
     step = max(1, most // (stride * piece.itemsize))
-    step = step // grid.outer[pivot] * grid.outer[pivot] or step
+    for cut in (grid.inner[pivot], grid.outer[pivot]):
+        step = step // cut * cut or step
     first = 0
     for index in itertools.product(*(range(n) for n in shape[:pivot])):
         for start in range(0, shape[pivot], step):

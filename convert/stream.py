@@ -25,7 +25,7 @@ from shardzoo.errors import InputError
 from shardzoo.progress import Progress
 
 HASH_BLOCK = 8 << 20
-COPIES = 2  # a block in flight is held as mapped source pages and as the encoded file
+COPIES = 3  # of a block in flight: mapped source pages, the encoded file, and what malloc keeps of earlier ones
 
 
 class Stopped(Exception):
