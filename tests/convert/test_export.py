@@ -170,7 +170,8 @@ def test_an_interrupted_export_carries_on_with_the_files_it_has(ckpt, tmp_path):
         pass
 
     def stop(done, total, what):
-        if done > total // 2:
+        journal = tmp_path / "out.shardzoo-export" / "export.journal"
+        if len(journal.read_text().splitlines()) > 1:  # one of the files is whole
             raise Enough
 
     with pytest.raises(Enough):
@@ -198,13 +199,14 @@ def boxes(draw):
     starts = [draw(st.integers(0, n - 1)) for n in shape]
     at = tuple((a, draw(st.integers(a + 1, n))) for a, n in zip(starts, shape, strict=True))
     outer = tuple(draw(st.integers(1, n)) for n in shape)
-    return shape, at, Grid(shape=shape, outer=outer, inner=outer), draw(st.integers(1, 300))
+    return shape, at, outer, draw(st.integers(1, 300))
 
 
 @settings(max_examples=300, deadline=None)
 @given(boxes())
 def test_flat_blocks_follow_each_other_and_keep_to_the_limit(box):
-    shape, at, grid, most = box
+    shape, at, outer, most = box
+    grid = Grid(shape=shape, outer=outer, inner=outer)
     piece = OutPiece(path="x", at=at, offset=0, itemsize=2, row_bytes=1, row_stride=1)
     leaf = np.arange(math.prod(shape)).reshape(shape)
     wanted = leaf[tuple(slice(a, b) for a, b in at)].reshape(-1)
