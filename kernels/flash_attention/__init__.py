@@ -45,7 +45,8 @@ def flash_attention(
 
     Query head h reads KV head h // (heads / kv_heads). Sums are in float32 (float64 for float64 input), the
     output is in q's dtype. Logits have to be finite in float32, but for a bias of -inf. A query that sees no
-    key gives zeros, an lse of -inf and zero gradients.
+    key gives zeros, an lse of -inf and zero gradients. Under jax.checkpoint the policy
+    save_only_these_names("attention_out", "attention_lse") keeps what the backward pass needs of the forward one.
 
     Args:
         q, k, v: one dtype: float32 or bfloat16 on every implementation (float16, float64: those that

@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from shardzoo.kernels.flash_attention import reference
@@ -17,6 +18,9 @@ from shardzoo.kernels.flash_attention.options import (
     varying_like,
     varying_over,
 )
+
+# What a policy of jax.checkpoint saves these by, so that the backward pass does not run the forward kernel again.
+OUT_NAME, LSE_NAME = "attention_out", "attention_lse"
 
 
 def attend(
@@ -69,6 +73,7 @@ def _attend(plan: Plan, options: Options, q: Array, k: Array, v: Array, extras: 
 
 def _attend_forward(plan: Plan, options: Options, q: Array, k: Array, v: Array, extras: Extras):
     out, lse = _run(plan, options, "forward", q, k, v, extras)
+    out, lse = checkpoint_name(out, OUT_NAME), checkpoint_name(lse, LSE_NAME)
     return (out, lse), (q, k, v, extras, out, lse)
 
 

@@ -10,7 +10,7 @@ from shardzoo.errors import InputError
 from shardzoo.kernels.flash_attention.options import Extras, Options, Shaped
 
 # The platforms that have a kernel, by the name that lowering uses, and the module that holds it.
-KERNELS = {"cuda": "gpu"}
+KERNELS = {"tpu": "tpu", "cuda": "gpu"}
 IMPLEMENTATIONS = ("reference", "blockwise", *KERNELS.values())
 
 # (platform, implementation) pairs as `jax.lax.platform_dependent` takes them; the last is ("default", ...).

@@ -4,8 +4,10 @@ Four kernels: forward (a program per query tile and head), dq (the same grid), d
 and KV head, over the query heads that read it), dbias (a program per tile of the bias). Nothing is added up by
 two programs at once, so results are the same bits on every run. Arrays keep the layout that models use.
 
-What has run where: the kernels run in Pallas' interpreter on a CPU and are lowered to Triton's IR for CUDA in
-the tests. They have not been compiled by Triton nor run or timed on a GPU yet; the tile sizes are estimates.
+What has run where: in the tests the kernels run in Pallas' interpreter on a CPU and are lowered to Triton's IR for
+CUDA. That IR, of every preset below, has been compiled by Triton 3.5 for compute capability 9.0 on a machine
+without a GPU (warp-group matrix instructions, registers and shared memory within bounds). Nothing has run or been
+timed on a GPU yet; the tile sizes are estimates.
 """
 
 from collections.abc import Callable, Iterator
@@ -69,18 +71,30 @@ class Launch:
     stages: int
 
 
-def forward_launch(head_dim: int, dtype: jnp.dtype) -> Launch:
-    """For the forward kernel: the sum of a query tile (q x head_dim float32) stays in registers."""
-    if dtype == jnp.float32:
-        return Launch(64, 32, 4, 2)
-    return Launch(128, 64, 8 if head_dim >= 128 else 4, 3 if head_dim <= 128 else 2)
+# By bytes of an element and head_dim rounded up. The sum of a query tile (q x head_dim float32), and in the backward
+# pass dk and dv of a key tile, stay in registers; shared memory stays below 99 KiB, what every GPU since compute
+# capability 8.0 has. float32 products do not run on the tensor cores: smaller tiles.
+FORWARD = {
+    (2, 64): Launch(128, 64, 4, 2),
+    (2, 128): Launch(128, 64, 8, 2),
+    (2, 256): Launch(64, 32, 8, 2),
+    (4, 64): Launch(64, 32, 8, 2),
+    (4, 128): Launch(32, 32, 8, 1),
+    (4, 256): Launch(32, 16, 8, 1),
+}
+BACKWARD = {
+    (2, 64): Launch(64, 64, 4, 2),
+    (2, 128): Launch(64, 64, 8, 2),
+    (2, 256): Launch(32, 32, 8, 1),
+    (4, 64): Launch(32, 32, 8, 1),
+    (4, 128): Launch(16, 32, 8, 1),
+    (4, 256): Launch(16, 32, 8, 1),
+}
 
 
-def backward_launch(head_dim: int, dtype: jnp.dtype) -> Launch:
-    """For the backward kernels: dk and dv of a key tile stay in registers."""
-    if dtype == jnp.float32 or head_dim > 128:
-        return Launch(32, 32, 4, 1)
-    return Launch(64, 64, 8 if head_dim >= 128 else 4, 2)
+def launch_of(presets: dict[tuple[int, int], Launch], q: Array) -> Launch:
+    """The preset for arrays like q."""
+    return presets[q.dtype.itemsize, max(64, pl.next_power_of_2(q.shape[-1]))]
 
 
 def _spec(size: Sizes, extras: Extras, options: Options, launch: Launch) -> Spec:
@@ -181,7 +195,7 @@ def forward(
 ) -> tuple[Float[Array, "batch q_len heads head_dim"], Float[Array, "batch heads q_len"]]:
     """Output and log-sum-exp; see `options`."""
     size = sizes(q, k)
-    launch = forward_launch(size.head_dim, q.dtype)
+    launch = launch_of(FORWARD, q)
     spec = _spec(size, extras, options, launch)
     inputs = {"q": (q, _query_tile(spec)), "k": (k, _all_keys(spec)), "v": (v, _all_keys(spec))}
     lse = out_struct((size.batch, size.heads, size.q_len), jnp.float32, q)
@@ -211,7 +225,7 @@ def backward(
 ) -> tuple[Array, Array, Array, Array | None]:
     """dq, dk, dv and dbias (None without a bias); see `options`."""
     size = sizes(q, k)
-    launch = backward_launch(size.head_dim, q.dtype)
+    launch = launch_of(BACKWARD, q)
     spec = _spec(size, extras, options, launch)
     # A query without keys has no weights to differentiate, whatever cotangent its lse of -inf was given.
     empty = jnp.isneginf(lse)

@@ -74,3 +74,26 @@ def test_float32(runner: Runner, case: Case):
 @pytest.mark.parametrize(("runner", "case"), pairs([c for c in PLAIN + MASKED if c.logits <= 2**21]))
 def test_bfloat16(runner: Runner, case: Case):
     check(runner, case, "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("runner", "case"),
+    [
+        pytest.param(r, c, id=f"{r.implementation}-{c.name}")
+        for r in RUNNERS
+        if r.implementation in ("reference", "blockwise")
+        for c in MASKED
+        if c.name in ("lengths-causal", "window-offset", "bias-gqa-causal", "everything")
+    ],
+)
+def test_float64(runner: Runner, case: Case):
+    """With twice the digits a term that is left out, or counted twice, cannot pass for rounding."""
+    with jax.enable_x64(True):
+        x, options = case.inputs("float64")
+        x["d_lse"] = x["d_lse"].astype(jnp.float64)
+        if "bias" in options:
+            options["bias"] = options["bias"].astype(jnp.float64)
+        got = run(runner, x, options)
+        truth = oracle.attention(*x.values(), **options)
+        errors = {n: error(g, getattr(truth, n)) for n, g in got.items() if g is not None}
+    assert max(errors.values()) <= 1e-12, errors

@@ -167,6 +167,21 @@ def test_remat_and_scan(runner: Runner):
     close(got, jax.value_and_grad(partial(layers, "reference"))(Q))
 
 
+def test_saved_names_spare_the_second_forward_pass():
+    """A policy of jax.checkpoint that keeps output and lse spares the product of weights and values.
+
+    The backward pass computes the product of queries and keys in any case, and XLA shares it.
+    """
+
+    def flops(*names: str) -> float:
+        policy = jax.checkpoint_policies.save_only_these_names(*names)
+        layer = jax.checkpoint(lambda q: flash_attention(q, K, V, implementation="blockwise").sum(), policy=policy)
+        return jax.jit(jax.value_and_grad(layer)).lower(Q).compile().cost_analysis()["flops"]
+
+    product = 2 * Q.size * K.shape[1]
+    assert flops() - flops("attention_out", "attention_lse") >= product
+
+
 @runners
 def test_deterministic(runner: Runner):
     with runner.context():

@@ -4,6 +4,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
+from jax.experimental.pallas import tpu as pltpu
+
 from shardzoo.kernels.flash_attention import gpu
 
 
@@ -21,5 +23,6 @@ class Runner:
 RUNNERS = [
     Runner("reference", nullcontext, 2**25),
     Runner("blockwise", nullcontext, 2**26),
+    Runner("tpu", pltpu.force_tpu_interpret_mode, 2**18),
     Runner("gpu", gpu.interpreted, 2**18, shard_map=False),
 ]
