@@ -5,10 +5,10 @@ a numpy array. Both are safe to call from several threads at once: nothing here 
 """
 
 import hashlib
-import itertools
 import math
 import mmap
 import os
+import stat
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -125,16 +125,20 @@ class FileBytes:
 
     def __init__(self, path: Path, strategy: Strategy = "auto"):
         self.path = path
-        try:
-            self._fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-        except OSError as error:
-            raise InputError(f"{path}: cannot be opened ({error.strerror})") from None
-        stat = os.fstat(self._fd)
-        self.size, self.mtime_ns = stat.st_size, stat.st_mtime_ns
+        self._fd = -1
+        self._map: mmap.mmap | None = None
+        try:  # without O_NONBLOCK opening a pipe waits for its other end
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except (OSError, ValueError) as error:
+            raise InputError(f"{path}: cannot be opened ({getattr(error, 'strerror', error)})") from None
+        status = os.fstat(self._fd)
+        if not stat.S_ISREG(status.st_mode):
+            self.close()
+            raise InputError(f"{path}: is not a regular file")
+        self.size, self.mtime_ns = status.st_size, status.st_mtime_ns
         if strategy == "auto":
             strategy = "pread" if is_network_file_system(file_system_type(path)) else "mmap"
         self.strategy = strategy
-        self._map: mmap.mmap | None = None
         if strategy == "mmap" and self.size:
             try:
                 self._map = mmap.mmap(self._fd, 0, access=mmap.ACCESS_READ)
@@ -155,17 +159,22 @@ class FileBytes:
         if self._fd < 0:
             raise InputError(f"{self.path}: is closed; open the source again to read from it")
         # A map of a file that was cut short kills the process when touched: look before each read.
-        size = os.fstat(self._fd).st_size
-        if size != self.size:
-            raise InputError(f"{self.path}: size={size} was {self.size} when opened: the file changed while being read")
+        status = os.fstat(self._fd)
+        if status.st_size != self.size:
+            raise InputError(
+                f"{self.path}: size={status.st_size} was {self.size} when opened: the file changed while being read"
+            )
+        if status.st_mtime_ns != self.mtime_ns:
+            raise InputError(f"{self.path}: was written to since it was opened: the file changed while being read")
         if offset < 0 or count < 0 or offset + count > self.size:
             raise InputError(f"{self.path}: bytes {offset} to {offset + count} reach past its {self.size} bytes")
 
     def read(self, offset: int, count: int) -> bytes:
         """`count` bytes from `offset`."""
         self._check(offset, count)
-        if self._map is not None:
-            return self._map[offset : offset + count]
+        mapped = self._map
+        if mapped is not None:
+            return mapped[offset : offset + count]
         target = bytearray(count)
         self._fill(memoryview(target), offset)
         return bytes(target)
@@ -173,8 +182,9 @@ class FileBytes:
     def view(self, offset: int, count: int) -> memoryview:
         """Read-only bytes: of the map itself, or a fresh copy."""
         self._check(offset, count)
-        if self._map is not None:
-            return memoryview(self._map)[offset : offset + count]
+        mapped = self._map
+        if mapped is not None:
+            return memoryview(mapped)[offset : offset + count]
         # numpy leaves the pages untouched where bytearray would zero them first.
         target = np.empty(count, np.uint8)
         self._fill(target.data, offset)
@@ -194,10 +204,11 @@ class FileBytes:
 
     def release(self, offset: int, count: int) -> None:
         """Gives the mapped pages of this range back; they are read again when touched, so any view stays valid."""
-        if self._map is None or count <= 0 or not hasattr(mmap, "MADV_DONTNEED"):
+        mapped = self._map
+        if mapped is None or count <= 0 or not hasattr(mmap, "MADV_DONTNEED"):
             return
         start = offset // mmap.PAGESIZE * mmap.PAGESIZE
-        self._map.madvise(mmap.MADV_DONTNEED, start, min(offset + count, self.size) - start)
+        mapped.madvise(mmap.MADV_DONTNEED, start, min(offset + count, self.size) - start)
 
     def blocks(self, block: int = 8 << 20) -> Iterator[memoryview]:
         """The whole file in order, in blocks, with bounded memory."""
@@ -310,12 +321,6 @@ def _gather_into(data: FileBytes, target: np.ndarray, offset: int, strides: tupl
     step = (GATHER_BYTES - inner) // max(strides[0], 1) + 1
     for start in range(0, target.shape[0], step):
         _gather_into(data, target[start : start + step], offset + start * strides[0], strides)
-
-
-def batched_names(names: list[str], limit: int = 5) -> str:
-    """The first few names, and how many more there are."""
-    shown = ", ".join(itertools.islice(names, limit))
-    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
 
 
 if sys.byteorder != "little":  # every format read here is little-endian, and so is all hardware that JAX runs on

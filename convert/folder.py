@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
-from shardzoo.convert.file_bytes import batched_names
+from shardzoo.convert.names import batched_names, name_problem, shown
 from shardzoo.convert.safetensors import parse_json_object
 from shardzoo.errors import InputError, fail_if
 
@@ -125,12 +125,15 @@ def read_index(path: Path) -> Index:
 
 
 def _map_problems(weight_map: Mapping[str, object]) -> list[str]:
-    wrong = [f"{key!r}: {name!r} is no file name" for key, name in weight_map.items() if not isinstance(name, str)]
+    wrong = [f"{shown(key)!r}: is given no file name" for key, name in weight_map.items() if not isinstance(name, str)]
+    wrong += [problem for key in weight_map if (problem := name_problem(key))]
     names = {name for name in weight_map.values() if isinstance(name, str)}
     for name in sorted(names):
         parts = PurePosixPath(name).parts
-        if not parts or name.startswith("/") or ".." in parts or "\\" in name or "\0" in name:
-            wrong.append(f"file {name!r} lies outside the folder")
+        if not parts or name.startswith("/") or ".." in parts or "\\" in name:
+            wrong.append(f"file {shown(name)!r} lies outside the folder")
+        elif len(name.encode(errors="replace")) > 255 or not name.isprintable():
+            wrong.append(f"file {shown(name)!r} has a name that no file has")
     return wrong[:40]
 
 
@@ -142,10 +145,10 @@ def find_weights(path: Path, variant: str | None = None) -> WeightFiles:
     Raises:
         InputError: nothing there, or several candidates; the message names what to pass.
     """
-    if path.is_dir():
+    if os.path.isdir(path):
         return choose_weights(path, _names(path), variant)
-    if not path.exists():
-        link = " (a link to a file that is gone)" if path.is_symlink() else ""
+    if not os.path.exists(path):
+        link = " (a link to a file that is gone)" if os.path.islink(path) else ""
         raise InputError(f"{path}: does not exist{link}: give a folder, a weight file or an index of weights")
     if path.suffix == ".json":
         return _of_index(read_index(path))

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from shardzoo.convert.names import shown
+
 RESAVE = "in PyTorch, save the tensors alone: torch.save(model.state_dict(), 'new.pth')"
 
 
@@ -99,7 +101,7 @@ def _rebuild_v3(*args: Any) -> RebuiltTensor:
     if not isinstance(dtype, Global) or dtype.module != "torch":
         raise Refused("a tensor's dtype is not a torch dtype")
     storage, offset, size, stride = args[:4]
-    return _rebuild(storage, offset, size, stride, dtype.name)
+    return _rebuild(storage, offset, size, stride, shown(dtype.name))
 
 
 def _rebuild_v1(*args: Any) -> RebuiltTensor:
@@ -122,7 +124,8 @@ def _from_type(*args: Any) -> RebuiltTensor:
     _expect(len(args) == 4 and isinstance(args[2], tuple), "_rebuild_from_type_v2", args)
     function, kind, inner, _ = args
     if not isinstance(kind, Global) or str(kind) not in _PLAIN_TENSORS:
-        raise Refused(f"a tensor of the class {kind if isinstance(kind, Global) else type(kind).__name__} is asked for")
+        named = shown(str(kind)) if isinstance(kind, Global) else type(kind).__name__
+        raise Refused(f"a tensor of the class {named} is asked for")
     rebuild = _REBUILD.get(str(function)) if isinstance(function, Global) else None
     if rebuild is None:
         raise Refused("a tensor is rebuilt by something that rebuilds no tensor")
@@ -247,14 +250,14 @@ def call(function: Any, args: Any) -> Any:
     if not isinstance(function, Global):
         raise Refused(f"a {type(function).__name__} is called")
     if not isinstance(args, tuple):
-        raise Refused(f"{function} is called with a {type(args).__name__} in place of arguments")
+        raise Refused(f"{shown(str(function))} is called with a {type(args).__name__} in place of arguments")
     name = str(function)
     if name in _REFUSED_KINDS:
         raise Refused(f"holds {_REFUSED_KINDS[name]}")
     if name not in _CALLS and name.startswith("torch.nn.modules."):
-        raise Refused(f"holds a whole module (it asks for {name}, which was not called): {RESAVE}")
+        raise Refused(f"holds a whole module (it asks for {shown(name)}, which was not called): {RESAVE}")
     if name not in _CALLS:
-        raise Refused(f"asks for {name} to be called, which rebuilds no tensor and was not called: {RESAVE}")
+        raise Refused(f"asks for {shown(name)} to be called, which rebuilds no tensor and was not called: {RESAVE}")
     return _CALLS[name](*args)
 
 
@@ -274,22 +277,22 @@ def build(target: Any, state: Any) -> Any:
         if isinstance(order, str) and order in ("<", "|", "="):
             return target
         raise Refused("a numpy dtype that is not little-endian is asked for")
-    raise Refused(f"state is set on a {target if isinstance(target, Global) else type(target).__name__}")
+    raise Refused(f"state is set on a {shown(str(target)) if isinstance(target, Global) else type(target).__name__}")
 
 
 def persistent(value: Any) -> StorageRef:
     """The storage that a persistent id names: ("storage", type, key, location, count[, view])."""
     label = value[0] if isinstance(value, tuple) and value and isinstance(value[0], str) else ""
     if label == "module" and len(value) > 1 and isinstance(value[1], Global):
-        raise Refused(f"holds a whole module (it asks for {value[1]}, which was not called): {RESAVE}")
+        raise Refused(f"holds a whole module (it asks for {shown(str(value[1]))}, which was not called): {RESAVE}")
     if label != "storage" or len(value) not in (5, 6):
         raise Refused(f"a persistent id of unknown form is used ({label[:40]!r})")
     _, kind, key, location, count = value[:5]
     if not isinstance(kind, Global) or not isinstance(location, str):
         raise Refused("a persistent id of unknown form is used")
     if kind.module not in ("torch", "torch.cuda", "torch.storage") or not kind.name.endswith("Storage"):
-        raise Refused(f"a storage of the class {kind} is asked for")
-    if not isinstance(key, str) or len(key) > 256:
+        raise Refused(f"a storage of the class {shown(str(kind))} is asked for")
+    if not isinstance(key, str) or len(key) > 256 or not key.isprintable():
         raise Refused("a storage has a key that is no short string")
     if location == "meta":
         raise Refused(f"holds {_REFUSED_KINDS['torch._utils._rebuild_meta_tensor_no_storage']}")
@@ -297,4 +300,4 @@ def persistent(value: Any) -> StorageRef:
         raise Refused(f"storage {key} is a view of another (PyTorch before 0.4): load and save it with a newer PyTorch")
     if type(count) is not int or not 0 <= count < 2**60:
         raise Refused(f"storage {key} has no sound number of elements")
-    return StorageRef(key, kind.name, count)
+    return StorageRef(key, shown(kind.name), count)

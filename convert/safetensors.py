@@ -21,6 +21,7 @@ from shardzoo.convert.file_bytes import (
     Strategy,
     element_count,
 )
+from shardzoo.convert.names import name_problem, shown
 from shardzoo.errors import InputError, fail_if
 
 MAX_HEADER_BYTES = 100_000_000
@@ -79,7 +80,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(entries) != len(pairs):
         counts = Counter(key for key, _ in pairs)
         twice = next(key for key, count in counts.items() if count > 1)
-        raise _Duplicate(f"holds the key {twice!r} twice")
+        raise _Duplicate(f"holds the key {shown(twice)!r} twice")
     return entries
 
 
@@ -169,7 +170,7 @@ def _checked_metadata(value: Any, problems: list[str]) -> dict[str, str]:
         problems.append(f"__metadata__ is a {type(value).__name__}, not an object of strings")
         return {}
     wrong = [key for key, text in value.items() if not isinstance(text, str)]
-    problems.extend(f"__metadata__: the value of {key!r} is no string" for key in wrong)
+    problems.extend(f"__metadata__: the value of {shown(key)!r} is no string" for key in wrong[:MAX_REPORTED])
     return {key: text for key, text in value.items() if isinstance(text, str)}
 
 
@@ -181,7 +182,7 @@ def _checked_entry(key: str, entry: Any, start: int, problems: list[str]) -> Sto
     """The tensor that one header entry describes, or None with what is wrong added to `problems`."""
     problem = _entry_problem(key, entry)
     if problem:
-        problems.append(f"tensor {key!r}: {problem}")
+        problems.append(f"tensor {shown(key)!r}: {problem}")
         return None
     dtype, bits = DTYPES[entry["dtype"]]
     begin, end = entry["data_offsets"]
@@ -196,17 +197,15 @@ def _checked_entry(key: str, entry: Any, start: int, problems: list[str]) -> Sto
 
 
 def _entry_problem(key: str, entry: Any) -> str | None:
-    try:
-        key.encode()
-    except UnicodeEncodeError:
-        return "the name holds half a surrogate pair"
+    if problem := name_problem(key):
+        return problem
     if not isinstance(entry, dict):
         return f"is a {type(entry).__name__}, not an object with dtype, shape and data_offsets"
     if entry.keys() != _FIELDS:
-        return f"has the fields {sorted(entry)}, expected {sorted(_FIELDS)}"
+        return f"has the fields {_short(sorted(entry))}, expected {sorted(_FIELDS)}"
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        return f"dtype={dtype!r} is unknown (known: {', '.join(DTYPES)})"
+        return f"dtype={_short(dtype)} is unknown (known: {', '.join(DTYPES)})"
     if not isinstance(shape, list) or len(shape) > MAX_DIMS or not all(map(_whole, shape)):
         return f"shape={_short(shape)} is not a list of at most {MAX_DIMS} whole numbers from 0"
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_whole, offsets)):

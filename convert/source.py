@@ -5,6 +5,7 @@
 
 import hashlib
 import json
+import os
 import types
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -18,12 +19,12 @@ from shardzoo.convert.file_bytes import (
     FileBytes,
     Stored,
     Strategy,
-    batched_names,
     read_stored,
     release_stored,
 )
 from shardzoo.convert.folder import EXTRAS, Index, WeightFiles, find_weights, read_text
 from shardzoo.convert.hub import Fetched, fetch, is_hub_address
+from shardzoo.convert.names import batched_names
 from shardzoo.convert.weight_file import WeightFile, open_weight_file
 from shardzoo.errors import InputError, fail_if
 
@@ -185,7 +186,7 @@ def _described(name: str, file: WeightFile) -> SourceFile:
 
 def _read_config(folder: Path) -> tuple[str | None, dict[str, Any] | None]:
     path = folder / "config.json"
-    if not path.is_file():
+    if not os.path.isfile(path):
         return None, None
     text = read_text(path)
     try:
@@ -259,9 +260,9 @@ def _open_one(
     weights: WeightFiles, name: str, options: dict[str, Any], opened: list[WeightFile], problems: list[str]
 ) -> None:
     path = weights.root / name
-    if not path.is_file():
+    if not os.path.exists(path):
         expected = _expected_of(weights.index, name)
-        gone = "is a link to a file that is gone" if path.is_symlink() else "is missing"
+        gone = "is a link to a file that is gone" if os.path.islink(path) else "is missing"
         problems.append(f"{name}: {gone}{expected}: fetch it")
         return
     try:

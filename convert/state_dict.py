@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shardzoo.convert.file_bytes import batched_names
+from shardzoo.convert.names import batched_names, name_problem, shown
 from shardzoo.convert.pickle_calls import Opaque, RebuiltTensor
 from shardzoo.errors import InputError
 
@@ -58,6 +58,8 @@ WRAPPERS = frozenset(
 )
 MAX_NODES = 2_000_000
 MAX_DEPTH = 64
+MAX_TENSORS = 250_000
+MAX_LISTED = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,23 +88,28 @@ def select_tensors(root: Any, where: str, select: str | None = None) -> Selected
     path = _enter(root, where, counts) if select is None else _follow(root, where, select)
     value = root
     for key in path:
-        value = _children(value)[key]
-    tensors, left_out = _flatten(value, where)
+        value = _children(value, where)[key]
+    if not isinstance(value, dict | list | tuple):
+        raise InputError(f"{where}: {'/'.join(path)} is a {_kind(value)}, not a dict of tensors")
+    tensors, left_out, count = _flatten(value, where)
     if not tensors:
         raise InputError(f"{where}: {'/'.join(path) or '/'} holds no tensors")
     notes = [f"{where}: read from the wrapper {'/'.join(path)}"] if path else []
-    beside = _beside(root, path, counts)
+    beside = _beside(root, path, where, counts)
     if beside:
         notes.append(f"{where}: not read: {batched_names(beside, 10)}")
     if left_out:
-        notes.append(f"{where}: no tensors, left out: {batched_names(left_out, 10)}")
+        notes.append(f"{where}: no tensors, left out: {batched_names(left_out, MAX_LISTED, count)}")
     return Selected(tensors=tensors, wrapper=path, notes=notes)
 
 
-def _children(value: Any) -> Mapping[str, Any]:
+def _children(value: Any, where: str) -> Mapping[str, Any]:
     """The parts of a container by name; empty for anything else."""
     if isinstance(value, dict):
-        return {key if isinstance(key, str) else str(key): part for key, part in value.items()}
+        named = {key if isinstance(key, str) else shown(str(key)): part for key, part in value.items()}
+        if len(named) != len(value):
+            raise InputError(f"{where}: two keys of a dict differ only in type")
+        return named
     if isinstance(value, list | tuple):
         return {str(number): part for number, part in enumerate(value)}
     return {}
@@ -174,7 +181,7 @@ def _enter(root: Any, where: str, counts: _TensorCounts) -> tuple[str, ...]:
     path: list[str] = []
     value = root
     while True:
-        children = {key: part for key, part in _children(value).items() if counts.of(part)}
+        children = {key: part for key, part in _children(value, where).items() if counts.of(part)}
         direct = [key for key, part in children.items() if isinstance(part, RebuiltTensor)]
         nested = [key for key in children if key not in direct and not _is_training_state(key)]
         if direct and not isinstance(value, dict):
@@ -188,6 +195,8 @@ def _enter(root: Any, where: str, counts: _TensorCounts) -> tuple[str, ...]:
         if len(nested) != 1:
             _refuse(where, path, children, nested, counts, "")
         path.append(nested[0])
+        if problem := name_problem("/".join(path)):
+            raise InputError(f"{where}: {problem}")
         value = children[nested[0]]
 
 
@@ -209,10 +218,10 @@ def _follow(root: Any, where: str, select: str) -> tuple[str, ...]:
     path: list[str] = []
     value, rest = root, [part for part in select.split("/") if part]
     while rest:
-        children = _children(value)
+        children = _children(value, where)
         taken = next((n for n in range(len(rest), 0, -1) if "/".join(rest[:n]) in children), 0)
         if not taken:
-            names = batched_names([key for key, part in children.items() if _children(part)], 12)
+            names = batched_names([key for key, part in children.items() if isinstance(part, dict | list | tuple)], 12)
             at = "/".join(path) or "/"
             raise InputError(f"{where}: select={select!r}: {at} holds no {rest[0]!r} (it holds {names or 'no dicts'})")
         path.append("/".join(rest[:taken]))
@@ -220,42 +229,50 @@ def _follow(root: Any, where: str, select: str) -> tuple[str, ...]:
     return tuple(path)
 
 
-def _flatten(value: Any, where: str) -> tuple[dict[str, RebuiltTensor], list[str]]:
-    """Tensors by their names joined with ".", and the names of what else there is (plain values left unsaid)."""
+def _flatten(value: Any, where: str) -> tuple[dict[str, RebuiltTensor], list[str], int]:
+    """Tensors by their names joined with "."; the first names of what else there is, and how many."""
     tensors: dict[str, RebuiltTensor] = {}
     left_out: list[str] = []
-    stack: list[tuple[str, int, Any]] = [("", 0, value)]
-    nodes = 0
+    count, nodes = 0, len(value)
+    stack = [("", iter(_children(value, where).items()))]
     while stack:
-        name, depth, part = stack.pop()
-        nodes += 1 + len(part) if isinstance(part, dict | list | tuple) else 1
-        if nodes > MAX_NODES or depth > MAX_DEPTH:
-            raise InputError(f"{where}: holds the same parts over and over, {MAX_NODES} values and more")
-        if isinstance(part, RebuiltTensor):
-            if name in tensors:
+        prefix, parts = stack[-1]
+        for key, part in parts:
+            name = prefix + key
+            if problem := name_problem(name):
+                raise InputError(f"{where}: {problem}")
+            if isinstance(part, dict | list | tuple):
+                nodes += 1 + len(part)
+                if nodes > MAX_NODES or len(stack) > MAX_DEPTH:
+                    raise InputError(f"{where}: holds the same parts over and over, {MAX_NODES} values and more")
+                stack.append((name + ".", iter(_children(part, where).items())))
+                break
+            if not isinstance(part, RebuiltTensor):
+                count += 1
+                left_out += [f"{name} ({_kind(part)})"] if count <= MAX_LISTED else []
+            elif name in tensors:
                 raise InputError(f"{where}: two tensors are named {name!r} once their keys are joined by '.'")
-            tensors[name] = part
-        elif isinstance(part, dict | list | tuple):
-            prefix = name + "." if depth else ""
-            inner = list(_children(part).items())
-            if len(inner) != len(part):
-                raise InputError(f"{where}: {name or 'the top level'} holds keys that differ only in type")
-            stack.extend((prefix + key, depth + 1, child) for key, child in reversed(inner))
+            else:
+                tensors[name] = part
         else:
-            left_out.append(f"{name} ({_kind(part)})")
-    return tensors, left_out
+            stack.pop()
+        if len(tensors) > MAX_TENSORS:
+            raise InputError(f"{where}: holds more than {MAX_TENSORS} tensors")
+    return tensors, left_out, count
 
 
 def _kind(value: Any) -> str:
+    if isinstance(value, RebuiltTensor):
+        return "tensor"
     return value.name if isinstance(value, Opaque) else type(value).__name__
 
 
-def _beside(root: Any, path: tuple[str, ...], counts: _TensorCounts) -> list[str]:
+def _beside(root: Any, path: tuple[str, ...], where: str, counts: _TensorCounts) -> list[str]:
     """Other containers with tensors on the way to the chosen one."""
     found = []
     value = root
     for depth, key in enumerate(path):
-        children = _children(value)
+        children = _children(value, where)
         found += [
             f"{'/'.join([*path[:depth], other])} ({counts.of(part)} tensors)"
             for other, part in children.items()

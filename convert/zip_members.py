@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from shardzoo.convert.file_bytes import FileBytes
+from shardzoo.convert.names import name_problem
 from shardzoo.errors import InputError, fail_if
 
 _END = struct.Struct("<4s4H2LH")  # end of central directory
@@ -151,9 +152,12 @@ def _entries(data: FileBytes, start: int, size: int, count: int) -> Iterator[tup
 
 def _name(data: FileBytes, raw: bytes) -> str:
     try:
-        return raw.decode("utf-8")
+        name = raw.decode("utf-8")
     except UnicodeDecodeError:
         raise _damaged(data, f"a member's name is not UTF-8 ({raw[:40]!r})") from None
+    if problem := name_problem(name):
+        raise _damaged(data, problem)
+    return name
 
 
 def _wide(data: FileBytes, name: str, extra: bytes, values: list[int]) -> list[int]:

@@ -206,11 +206,14 @@ def test_a_dangling_link_is_named(sharded):
         ("[]", "holds a list where an object"),
         ("{}", "holds no weight_map"),
         ('{"weight_map": {}}', "holds no weight_map"),
-        ('{"weight_map": {"a": 3}}', "'a': 3 is no file name"),
+        ('{"weight_map": {"a": 3}}', "'a': is given no file name"),
         ('{"weight_map": {"a": "x", "a": "y"}}', "'a' twice"),
         ('{"weight_map": {"a": "../../etc/passwd"}}', "lies outside the folder"),
         ('{"weight_map": {"a": "/etc/passwd"}}', "lies outside the folder"),
         ('{"weight_map": {"a": ""}}', "lies outside the folder"),
+        ('{"weight_map": {"a": "' + "x" * 300 + '"}}', "has a name that no file has"),
+        ('{"weight_map": {"a": "x\\u0000"}}', "has a name that no file has"),
+        ('{"weight_map": {"' + "x" * 3000 + '": "x"}}', "is 3000 characters long, more than 1024"),
         ('{"weight_map": {"a": "x"}, "metadata": 3}', "metadata is a int"),
         ("[" * 100_000, "nested too deep"),
     ],
@@ -340,6 +343,14 @@ def test_files_are_closed_when_opening_fails(sharded):
     with open_source(sharded):
         assert len(os.listdir("/proc/self/fd")) > before
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_things_that_are_no_files(tmp_path):
+    os.mkfifo(tmp_path / "pipe.safetensors")
+    assert "pipe.safetensors: is not a regular file" in problem(tmp_path / "pipe.safetensors")
+    assert "pipe.safetensors: is not a regular file" in problem(tmp_path)
+    for path in ("x" * 5000, "a\0b", str(tmp_path / "pipe.safetensors" / "x")):
+        assert "does not exist" in problem(path)
 
 
 def test_many_problems_are_counted(tmp_path):

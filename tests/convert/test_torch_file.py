@@ -234,8 +234,22 @@ def test_a_selection_is_followed(tmp_path):
         assert len(source.tensors) == 8
     with pytest.raises(InputError, match=r"select='ema/slow': ema holds no 'slow' \(it holds shadow/fast\)"):
         open_source(path, select="ema/slow")
+    with pytest.raises(InputError, match=r"model/layer\.bias is a tensor, not a dict"):
+        open_source(path, select="model/layer.bias")
     with pytest.raises(InputError, match="holds no tensors"):
         open_source(save({"a": {"b": 1}, "w": torch.ones(1)}, path), select="a")
+
+
+@pytest.mark.parametrize("name", ["a\x1b[2J", "n" * 2000, "\u202e"])
+def test_names_that_cannot_be_shown_are_refused(tmp_path, name):
+    path = save({name: torch.ones(1)}, tmp_path / "a.pth")
+    with pytest.raises(InputError, match="characters") as error:
+        open_source(path)
+    assert str(error.value).isprintable() and len(str(error.value)) < 1000
+    for value in ({"model": {"w": torch.ones(1)}, name: {"w": torch.ones(1)}}, {"w": torch.ones(1), "x": {name: 1}}):
+        with pytest.raises(InputError) as error:
+            open_source(save(value, path))
+        assert str(error.value).isprintable() and len(str(error.value)) < 1000
 
 
 def test_names_that_meet_when_joined_are_refused(tmp_path):

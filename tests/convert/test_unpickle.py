@@ -390,6 +390,16 @@ def walked_bombs(scale: int) -> dict[str, bytes]:
         "shared levels": SHARED + b"}" + text("model") + b"h\xc8s.",
         "all shared levels": SHARED + b"(" + b"".join(b"h" + bytes([n]) for n in range(201)) + b"l.",
         "wide and in itself": b"](" + b"N" * (many // 4) + b"eq\x00h\x00a" + tensor() + b"a.",
+        "long keys": b"}" + (text("k" * 1000) + b"}") * 50 + text("w") + tensor() + b"s" * 51 + b".",
+        "wide under a long key": b"}("
+        + text("k" * 10_000_000)
+        + b"]("
+        + b"N" * (many // 4)
+        + b"e"
+        + text("w")
+        + tensor()
+        + b"u.",
+        "one tensor under many names": b"}" + text("a") + b"](" + tensor() + b"q\x00" + b"h\x00" * (many // 4) + b"es.",
         "wide many times": b"](" + b"N" * (many // 6) + b"eq\x000(" + b"h\x00" * (many // 6) + tensor() + b"l.",
     }
 
@@ -447,7 +457,7 @@ def saved(tmp_path_factory) -> bytes:
         return archive.read("a/data.pkl")
 
 
-FUZZ = settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FUZZ = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def ends(tmp_path: Path, raw: bytes) -> None:
