@@ -4,6 +4,7 @@ import collections
 import dataclasses as dc
 import fnmatch
 import functools
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -137,12 +138,26 @@ def _check_wide(dtypes: Mapping[str, np.dtype]) -> None:
 
 @dc.dataclass(frozen=True)
 class _Job:
-    """One block that devices of this process hold."""
+    """One block that devices of this process hold; `cuts` are the sizes of files in each dim, `at` its ranges."""
 
     path: str
     at: Block
+    cuts: tuple[int, ...]
     devices: tuple[jax.Device, ...]
     nbytes: int
+
+
+@dc.dataclass(frozen=True)
+class _Reading:
+    """A host array and the reads that fill it."""
+
+    host: np.ndarray
+    parts: list
+
+    def result(self) -> np.ndarray:
+        for part in self.parts:
+            part.result()
+        return self.host
 
 
 def _read_leaves(
@@ -156,15 +171,16 @@ def _read_leaves(
     live = {}
 
     def settle() -> int:
-        job, reads = waiting.popleft()
-        for device, value in _place(job, reads).items():
+        job, source, reading = waiting.popleft()
+        for device, value in _place(job, source, reading).items():
             placed[job.path][device] = value
         return job.nbytes
 
     for job in _jobs(ckpt, shardings, dtypes):
         while waiting and free < job.nbytes:
             free += settle()
-        waiting.append((job, _start(ckpt, job, dtypes[job.path], ctx)))
+        source = _source(ckpt, job, dtypes[job.path], ctx)
+        waiting.append((job, source, None if _goes_in_pieces(job) else _read(source, job.cuts)))
         free -= job.nbytes
     while waiting:
         settle()
@@ -184,35 +200,53 @@ def _jobs(ckpt: Checkpoint, shardings: Mapping[str, NamedSharding], dtypes: Mapp
             holders.setdefault(at, []).append(device)
         for at, devices in holders.items():
             size = math.prod(b - a for a, b in at) * max(dtypes[path].itemsize, ckpt.leaf(path).spec.dtype.itemsize)
-            yield _Job(path, tuple(slice(*r) for r in at), tuple(devices), size)
+            yield _Job(path, tuple(slice(*r) for r in at), ckpt.leaf(path).grid.outer, tuple(devices), size)
 
 
-def _start(ckpt: Checkpoint, job: _Job, dtype: np.dtype, ctx: ts.Context) -> Any:
-    """Begins reading a block: one read on the CPU, whose memory the device shares, else a source of pieces."""
+def _source(ckpt: Checkpoint, job: _Job, dtype: np.dtype, ctx: ts.Context) -> ts.TensorStore:
+    """The block as a TensorStore of `dtype`, in the leaf's own indices; nothing is read yet."""
     leaf = ckpt.leaf(job.path)
-    if leaf.spec.nbytes == 0:
-        return np.empty([s.stop - s.start for s in job.at], dtype)
     try:
         array = store.open_array(ckpt.path / leaf.folder, leaf.spec, leaf.grid, ctx)
     except (ValueError, OSError) as error:
         raise damage(job.path, error) from error
     array = array if dtype == leaf.spec.dtype else ts.cast(array, dtype.name)
-    block = array[job.at].translate_to[(0,) * len(job.at)] if job.at else array
-    if job.nbytes > PIECE and not _shares_host_memory(job.devices):
-        return block
-    return block.read(order="C")
+    return array[job.at] if job.at else array
+
+
+def _read(source: ts.TensorStore, cuts: tuple[int, ...]) -> _Reading:
+    """Begins reading a block into host memory, file by file.
+
+    TensorStore's own results are aligned to 16 bytes; JAX on the CPU shares memory aligned to 64 and copies other.
+    """
+    dtype, count = source.dtype.numpy_dtype, math.prod(source.shape)
+    raw = np.empty(count * dtype.itemsize + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    host = raw[start : start + count * dtype.itemsize].view(dtype).reshape(source.shape)
+    low, high = source.domain.inclusive_min, source.domain.exclusive_max
+    files = [
+        [slice(max(at, a), min(at + cut, b)) for at in range(a // cut * cut, b, cut)]
+        for a, b, cut in zip(low, high, cuts, strict=True)
+    ]
+    target = ts.array(host).translate_by[low] if any(low) else ts.array(host)
+    return _Reading(host, [target[part].write(source[part]) for part in itertools.product(*files)])
+
+
+def _goes_in_pieces(job: _Job) -> bool:
+    """Whether the block is large and its devices have memory of their own: it then passes the host in pieces."""
+    return job.nbytes > PIECE and not _shares_host_memory(job.devices)
 
 
 def _shares_host_memory(devices: Iterable[jax.Device]) -> bool:
     return all(d.platform == "cpu" for d in devices)
 
 
-def _place(job: _Job, source: Any) -> dict[jax.Device, Array]:
+def _place(job: _Job, source: ts.TensorStore, reading: _Reading | None) -> dict[jax.Device, Array]:
     """The block on each of its devices."""
     try:
-        if isinstance(source, ts.TensorStore):
+        if reading is None:
             return _place_in_pieces(job, source)
-        host = source if isinstance(source, np.ndarray) else np.asarray(source.result())
+        host = reading.result()
     except (ValueError, OSError) as error:
         raise damage(job.path, error) from error
     placed = {device: jax.device_put(host, device) for device in job.devices}
@@ -222,19 +256,19 @@ def _place(job: _Job, source: Any) -> dict[jax.Device, Array]:
 
 def _place_in_pieces(job: _Job, source: ts.TensorStore) -> dict[jax.Device, Array]:
     """As `_place`, with only two pieces of the block on the host at a time."""
-    shape, dtype = source.shape, source.dtype.numpy_dtype
+    shape, dtype, low = source.shape, source.dtype.numpy_dtype, source.domain.inclusive_min
     axis = next(d for d, n in enumerate(shape) if n > 1)
     rows = max(1, PIECE * shape[axis] // (math.prod(shape) * dtype.itemsize))
-    starts = range(0, shape[axis], rows)
-    parts = [source[(slice(None),) * axis + (slice(at, min(at + rows, shape[axis])),)] for at in starts]
+    starts = range(low[axis], low[axis] + shape[axis], rows)
+    parts = [source[(slice(None),) * axis + (slice(at, min(at + rows, starts.stop)),)] for at in starts]
     placed = {d: jnp.zeros(shape, dtype, device=d) for d in job.devices}
-    reading = parts[0].read(order="C")
+    reading = _read(parts[0], job.cuts)
     for i, at in enumerate(starts):
-        host = np.asarray(reading.result())
+        host = reading.result()
         if i + 1 < len(parts):
-            reading = parts[i + 1].read(order="C")
+            reading = _read(parts[i + 1], job.cuts)
         start = np.zeros(len(shape), np.int32)
-        start[axis] = at
+        start[axis] = at - low[axis]
         placed = {d: _update(whole, jax.device_put(host, d), start) for d, whole in placed.items()}
         jax.block_until_ready(list(placed.values()))
     return placed

@@ -260,7 +260,7 @@ def storage_error(what: str, error: Exception, root: Path) -> InputError:
         return InputError(f"{what}: no space left at {root}: free some and run again; what is written stays for that")
     if isinstance(error, PermissionError) or "Permission denied" in text or "PERMISSION_DENIED" in text:
         return InputError(f"{what}: not allowed to write below {root}: change its permissions or choose another place")
-    return InputError(f"{what}: the storage failed at {root} ({text.splitlines()[0][:300]}): run again")
+    return InputError(f"{what}: the storage failed at {root} ({text.splitlines()[0][:600]}): run again")
 
 
 def nbytes(block: Block, itemsize: int) -> int:

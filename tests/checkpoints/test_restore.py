@@ -218,3 +218,84 @@ def test_values_that_change_on_the_way_to_the_device_are_found(saved, monkeypatc
     with pytest.raises(InputError, match=r"embed: checksum .* on the devices is not"):
         checkpoints.restore(saved[0], make_mesh(), verify=True)
     assert restore_function is checkpoints.restore
+
+
+def test_replicas_that_share_host_memory_survive_each_other(saved):
+    """On the CPU the copies of a whole leaf share memory; a donated one must not take the others along."""
+    path, stored = saved
+    model = checkpoints.restore(path, make_mesh(data=8))
+    first, *others = [s.data for s in model.embed.addressable_shards]
+    jax.block_until_ready(jax.jit(lambda a: a * 0, donate_argnums=0)(first))
+    for other in others:
+        assert np.asarray(other).tobytes() == stored["embed"].tobytes()
+
+
+@pytest.mark.parametrize("degrees", [{}, {"tensor": 4, "kv_heads": 2}, {"data": 2, "tensor": 2}], ids=str)
+def test_saved_live_and_restored_elsewhere(saved, tmp_path, degrees):
+    path, stored = saved
+    ckpt = checkpoints.open(path)
+    model = checkpoints.restore(ckpt, make_mesh(**degrees))
+    with jax.set_mesh(make_mesh(data=2)):
+        checkpoints.save(tmp_path / "again", model, toy.Toy.declare(toy.ToyConfig()), source=ckpt)
+    checkpoints.verify(tmp_path / "again")
+    check_equal(checkpoints.restore(tmp_path / "again", make_mesh(tensor=2), verify=True), stored)
+    again = checkpoints.open(tmp_path / "again")
+    assert again.read("carried/x").tolist() == [0, 1, 2]
+    assert again.manifest.leaves == ckpt.manifest.leaves
+    for name in ckpt.manifest.files:
+        assert (tmp_path / "again" / name).read_bytes() == (path / name).read_bytes(), name
+
+
+def test_a_live_model_without_a_source_takes_family_and_config_from_itself(saved, tmp_path):
+    path, stored = saved
+    model = checkpoints.restore(path, make_mesh(tensor=2), dtype="float32")
+    checkpoints.save(tmp_path / "wide", model, toy.Toy.declare(toy.ToyConfig()), assets={"a": b"b"})
+    wide = checkpoints.open(tmp_path / "wide")
+    assert wide.config == toy.ToyConfig() and wide.leaf("embed").spec.dtype == np.float32
+    np.testing.assert_array_equal(wide.read("embed"), stored["embed"].astype(np.float32))
+    assert wide.assets["a"].read_bytes() == b"b"
+
+
+def test_a_model_that_is_not_of_its_declaration_is_not_saved(saved, tmp_path):
+    path, _ = saved
+    part = checkpoints.restore(path, make_mesh(), include=["blocks.*"])
+    with pytest.raises(InputError, match="embed: is Param, not a jax array"):
+        checkpoints.save(tmp_path / "x", part, toy.Toy.declare(toy.ToyConfig()))
+    whole = checkpoints.restore(path, make_mesh())
+    with pytest.raises(InputError, match=r"blocks.up: has shape \[3, 96, 64\], declared \[3, 128, 64\]"):
+        checkpoints.save(tmp_path / "x", whole, toy.Toy.declare(toy.ToyConfig(mlp=128)))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_save_that_fails_leaves_nothing(saved, tmp_path):
+    path, _ = saved
+    model = checkpoints.restore(path, make_mesh(tensor=2))
+    declared = toy.Toy.declare(toy.ToyConfig())
+    for assets in ({"../x": b""}, {"x": tmp_path / "nothing"}):
+        with pytest.raises(InputError, match=r"reaches outside|cannot be read"):
+            checkpoints.save(tmp_path / "x", model, declared, assets=assets)
+        assert list(tmp_path.iterdir()) == []
+
+
+def resident():
+    with open("/proc/self/statm") as f:
+        return int(f.read().split()[1]) * 4096
+
+
+def test_memory_does_not_grow_over_saves_and_restores(tmp_path):
+    config = toy.ToyConfig(layers=4, embed=512, heads=8, kv_heads=4, head_dim=64, mlp=2048, vocab=4096)
+    stored = toy.write(tmp_path / "c", config)
+    size = sum(a.nbytes for a in stored.values())
+    declared = toy.Toy.declare(config)
+
+    def once():
+        model = checkpoints.restore(tmp_path / "c", make_mesh(tensor=4))
+        checkpoints.save(tmp_path / "d", model, declared)
+        shutil.rmtree(tmp_path / "d")
+
+    for _ in range(3):
+        once()
+    before = resident()
+    for _ in range(12):
+        once()
+    assert resident() - before < 2 * size
