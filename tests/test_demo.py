@@ -1,13 +1,17 @@
-"""SmolLM2 as a Hugging Face folder: transformers, which reads the same GGUF file by itself, is the check."""
+"""SmolLM2 as a Hugging Face folder, with transformers, which reads the same GGUF file by itself, as the check; and what
+the demo makes of commands that do not end as they must.
+"""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import transformers
-from smollm2 import example
+from smollm2 import EXAMPLES, example
 from tokenizers import Tokenizer
 
 script = example("smollm2")
@@ -110,3 +114,51 @@ def test_unpermute_undoes_the_interleaving():
     interleaved = rows.reshape(heads, 2, half, embed).swapaxes(1, 2).reshape(rows.shape)
     assert not np.array_equal(interleaved, rows)
     np.testing.assert_array_equal(script.unpermute(interleaved, heads), rows)
+
+
+@pytest.fixture
+def demo():
+    return example("demo")
+
+
+def test_demo_shows_output_time_and_peak_memory_of_a_command():
+    """In a small process, as the demo is: the system counts what the starting process has into the peak of the started."""
+    code = f"""
+import runpy, sys
+run = runpy.run_path({str(EXAMPLES / "demo.py")!r})["run"]
+step = run([sys.executable, "-c", "print('x' * 10); b = bytearray(200 << 20)"], "make bytes")
+assert step.output == "x" * 10 + chr(10) and 200 < step.peak_mib < 250 and step.seconds > 0, step
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("\n$ make bytes\nxxxxxxxxxx\n  [") and "s, peak 2" in done.stdout
+
+
+def test_demo_stops_at_another_exit_status(demo):
+    program = [sys.executable, "-c", "raise SystemExit(3)"]
+    assert demo.run(program, "ends with 3", status=3).output == ""
+    with pytest.raises(SystemExit, match="exit status 3, expected 0"):
+        demo.run(program, "ends with 3")
+
+
+def test_demo_stops_at_a_reply_that_differs(demo, monkeypatch, tmp_path):
+    texts = iter(["a\n", "a\n", "b\n"])
+    monkeypatch.setattr(demo, "shardzoo", lambda *_: demo.Step("generate", 1.0, 1.0, next(texts)))
+    with pytest.raises(SystemExit, match="do not give the same text"):
+        demo.restore_and_generate(tmp_path)
+
+
+def test_demo_compares_folders_bit_for_bit(demo, tmp_path, capsys):
+    before, after = tmp_path / "before", tmp_path / "after"
+    for folder in (before, after):
+        folder.mkdir()
+        (folder / "a").write_bytes(bytes(1000))
+        (folder / "b").write_bytes(b"x")
+    demo.compare(before, after)
+    assert "All 2 files" in capsys.readouterr().out
+    (after / "a").write_bytes(bytes(999) + b"\1")
+    with pytest.raises(SystemExit, match="a did not come back"):
+        demo.compare(before, after)
+    (after / "a").unlink()
+    with pytest.raises(SystemExit, match="holds"):
+        demo.compare(before, after)

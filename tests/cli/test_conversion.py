@@ -93,6 +93,13 @@ def test_a_source_that_is_not_there(tmp_path):
     refused(invoke("convert", tmp_path / "empty", tmp_path / "ckpt"), tmp_path / "empty")
 
 
+def test_a_hub_that_cannot_be_reached(tmp_path):
+    """A whole download is tested with the readers, against a server."""
+    refused(invoke("convert", "hf://owner/name", tmp_path / "ckpt"), "hf://owner/name", "HF_HUB_OFFLINE")
+    refused(invoke("audit", "hf://owner/name", "--mesh", "one"), "hf://owner/name")
+    refused(invoke("convert", "hf://owner", tmp_path / "ckpt"), "hf://owner/name[@revision][/folder]")
+
+
 def test_every_misfit_in_one_message(tmp_path):
     weights = tiny_llama.tensors()
     del weights["model.norm.weight"]
