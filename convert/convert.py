@@ -19,6 +19,7 @@ from shardzoo.checkpoints.grid import LeafSpec
 from shardzoo.checkpoints.manifest import CARRIED, MANIFEST, ManifestHeader, Skipped
 from shardzoo.checkpoints.manifest import Source as SourceRecord
 from shardzoo.checkpoints.staging import check_destination
+from shardzoo.checkpoints.store import storage_error
 from shardzoo.checkpoints.writer import CheckpointWriter, place_leaves, stored_bytes
 from shardzoo.convert.interrupt import Interrupt, held_back
 from shardzoo.convert.plan import Plan, check_ties, make_plan
@@ -145,7 +146,10 @@ def convert(
             return _predict(source, plan, target, str(src), budget)
         run = _Run(source, plan, budget, resume, sync, progress, config, interrupt)
         with replacing(target, _is_checkpoint) if overwrite else contextlib.nullcontext(target) as place:
-            stream, on_disk = run.write(place)
+            try:
+                stream, on_disk = run.write(place)
+            except OSError as error:
+                raise storage_error(str(target), error, target.parent) from error
         files = {file.path: stream.digests[i] for i, file in enumerate(source.files)}
     return _report(
         plan,
@@ -354,7 +358,7 @@ def _read_rate(source: Source) -> float:
     began, read = time.perf_counter(), 0
     for rows in row_blocks(largest, 8 << 20):
         data = source.read(largest.key, rows).reshape(-1).view(np.uint8)
-        hashlib.sha256(data)
+        hashlib.sha256(data.data)
         read += data.nbytes
         source.release(largest.key, rows)
         if read >= PROBE_BYTES:

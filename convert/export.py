@@ -8,6 +8,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import fcntl
+import functools
 import hashlib
 import itertools
 import json
@@ -38,7 +39,9 @@ SUFFIX = ".shardzoo-export"  # of the folder that an export is written in until 
 PART = ".part"  # of each weight file in it until then
 JOURNAL, LOCK = "export.journal", "export.lock"
 MOST_BLOCK = 32 << 20
-COPIES = 12  # of a block in each thread: its chunks as stored and decoded, the same of the next one, and what malloc keeps
+COPIES = (
+    12  # of a block in each thread: its chunks as stored and decoded, the same of the next one, and what malloc keeps
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -341,13 +344,13 @@ class _Work:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
         digest = FileDigest(path)
         try:
-            _write_all(handle, file.header, 0)
-            digest.feed(0, file.header)
+            _write_all(handle, memoryview(file.header), 0)
+            digest.feed(0, memoryview(file.header))
             with concurrent.futures.ThreadPoolExecutor(1, "read") as ahead:
                 for data, offset, runs in _lookahead(ahead, self._reads(file)):
                     if runs is None:
-                        _write_all(handle, data, offset)
-                        digest.feed(offset, data)
+                        _write_all(handle, data.data, offset)
+                        digest.feed(offset, data.data)
                     else:
                         _write_runs(handle, data, offset, *runs)
                     self._count(data.nbytes, file.name)
@@ -375,7 +378,7 @@ class _Work:
             grid = self._checkpoint.leaf(piece.path).grid
             most = piece.packed_bytes or self._most
             for block, first in flat_blocks(piece, grid, most):
-                yield lambda piece=piece, block=block, first=first: self._read(piece, block, first)
+                yield functools.partial(self._read, piece, block, first)
 
     def _read(self, piece: OutPiece, block: tuple[slice, ...], first: int) -> tuple[np.ndarray, int, Any]:
         values = self._checkpoint.read(piece.path, block)
@@ -424,11 +427,10 @@ def flat_blocks(piece: OutPiece, grid: Grid, most: int) -> Iterator[tuple[tuple[
             first += (stop - start) * stride
 
 
-def _write_all(handle: int, data: bytes | np.ndarray, offset: int) -> None:
-    view = memoryview(data)
-    while view.nbytes:
-        done = os.pwrite(handle, view, offset)
-        view, offset = view[done:], offset + done
+def _write_all(handle: int, data: memoryview, offset: int) -> None:
+    while data.nbytes:
+        done = os.pwrite(handle, data, offset)
+        data, offset = data[done:], offset + done
 
 
 def _write_runs(handle: int, data: np.ndarray, offset: int, first: int, row_bytes: int, stride: int) -> None:
@@ -437,5 +439,5 @@ def _write_runs(handle: int, data: np.ndarray, offset: int, first: int, row_byte
     while at < data.nbytes:
         row, column = divmod(first + at, row_bytes)
         count = min(row_bytes - column, data.nbytes - at)
-        _write_all(handle, data[at : at + count], offset + row * stride + column)
+        _write_all(handle, data[at : at + count].data, offset + row * stride + column)
         at += count

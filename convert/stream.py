@@ -11,6 +11,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -45,7 +46,7 @@ class FileDigest:
         self._sha256 = hashlib.sha256()
         self._at = 0
 
-    def feed(self, start: int, data: bytes | memoryview | np.ndarray) -> None:
+    def feed(self, start: int, data: memoryview) -> None:
         """Takes the bytes of the file from `start` on; the ones already taken are passed over."""
         stop = start + len(data)
         if stop > self._at:
@@ -78,11 +79,6 @@ def blocks_of(ranges: Ranges, grid: Grid) -> Iterator[Ranges]:
         yield tuple((s.start, s.stop) for s in grid.block(index))
 
 
-def source_offset(info: TensorInfo) -> int | None:
-    """Where in its file the tensor's bytes stand as they are read, or None if they are gathered or unpacked."""
-    return info.offset
-
-
 def take(source: Source, piece: Piece, share: Part) -> tuple[slice | None, np.ndarray, np.ndarray]:
     """The rows read for a share of a piece: their range, the rows whole, and the values in the shape of the leaf."""
     rows = slice(*share.rows) if source.tensors[piece.source].shape else None
@@ -91,6 +87,20 @@ def take(source: Source, piece: Piece, share: Part) -> tuple[slice | None, np.nd
     flat = whole[columns].reshape(-1)
     count = int(np.prod(share.cover, dtype=np.int64))
     return rows, whole, flat[share.first : share.first + count].reshape(share.cover)[share.cut]
+
+
+class Held:
+    """What a block in flight holds: its bytes of the budget and the mapped pages of its source, given back once."""
+
+    def __init__(self, budget: Budget, nbytes: int, give: Callable[[], None]):
+        self._budget, self._give = budget, give
+        self._cost = budget.take(nbytes)
+        self._once = threading.Lock()
+
+    def release(self) -> None:
+        if self._once.acquire(blocking=False):
+            self._give()
+            self._budget.give(self._cost)
 
 
 class Stream:
@@ -126,6 +136,8 @@ class Stream:
         for leaf in plan.leaves.values():
             for piece in leaf.pieces:
                 self._by_key.setdefault(piece.source, []).append(piece)
+        for pieces in self._by_key.values():
+            pieces.sort(key=lambda piece: piece.take)
         self.digests: dict[int, str] = {}
         self.resumed = 0
 
@@ -156,11 +168,10 @@ class Stream:
             raise self._failures[0]
         self._interrupt.check()
 
-    def _guarded(self, work, *args) -> None:
+    def _guarded(self, work: Callable[..., None], *args: Any) -> None:
         """Runs `work` in a thread; the first failure stops all threads."""
         try:
-            if not self._stop.is_set():
-                work(*args)
+            work(*args)
         except Stopped:
             pass
         except BaseException as error:
@@ -174,19 +185,22 @@ class Stream:
     def _read_file(self, number: int) -> None:
         file = self._source.files[number]
         keys = [key for key, info in self._source.tensors.items() if info.file == number]
-        keys.sort(key=lambda key: source_offset(self._source.tensors[key]) or 0)
+        keys.sort(key=lambda key: self._source.tensors[key].offset or 0)
+        self._raise_if_stopped()
         known = self._writer.notes.get(f"sha256 {file.path}")
         digest = FileDigest(self._source.path_of(number), self._raise_if_stopped) if known is None else None
         try:
             for key in keys:
                 for piece in self._by_key.get(key, ()):
                     self._read_piece(piece, digest)
-            self.digests[number] = digest.hexdigest(file.size) if digest else known["sha256"]
+            if known is not None:
+                self.digests[number] = known["sha256"]
+            if digest is not None:
+                self.digests[number] = digest.hexdigest(file.size)
+                self._writer.note(f"sha256 {file.path}", {"sha256": self.digests[number]})
         finally:
-            if digest:
+            if digest is not None:
                 digest.close()
-        if known is None:
-            self._writer.note(f"sha256 {file.path}", {"sha256": self.digests[number]})
 
     def _read_piece(self, piece: Piece, digest: FileDigest | None) -> None:
         grid = self._writer.grid(piece.target)
@@ -203,28 +217,30 @@ class Stream:
     def _read_share(self, piece: Piece, block: Ranges, share: Part, digest: FileDigest | None) -> None:
         info = self._source.tensors[piece.source]
         rows, whole, values = take(self._source, piece, share)
-        cost = self._budget.take(COPIES * whole.nbytes)
-
-        def release() -> None:
-            self._source.release(piece.source, rows)
-            self._budget.give(cost)
-
-        offset = source_offset(info)
-        if digest and offset is not None and whole.size:
-            start = offset + (rows.start if rows else 0) * (info.nbytes // max(1, info.shape[0] if info.shape else 1))
-            digest.feed(start, whole.reshape(-1).view(np.uint8))
-        self._writers.submit(self._guarded, self._write_share, piece, block, share, values, release)
-
-    def _write_share(self, piece: Piece, block: Ranges, share: Part, values: np.ndarray, release) -> None:
+        made = values.size * self._plan.leaves[piece.target].spec.dtype.itemsize
+        cost = whole.nbytes + (COPIES - 1) * made
+        held = Held(self._budget, cost, lambda: self._source.release(piece.source, rows))
         try:
+            if digest and info.offset is not None and whole.size:
+                first = rows.start * (info.nbytes // info.shape[0]) if rows else 0
+                digest.feed(info.offset + first, whole.reshape(-1).view(np.uint8).data)
+        except BaseException:
+            held.release()
+            raise
+        self._writers.submit(self._guarded, self._write_share, piece, block, share, values, held)
+
+    def _write_share(self, piece: Piece, block: Ranges, share: Part, values: np.ndarray, held: Held) -> None:
+        try:
+            self._raise_if_stopped()
             values = self._cast(piece, values)
-            if share.at != block:
-                values = self._assemble(piece.target, block, share, values)
-            if values is not None:
-                held, release = release, lambda: None
-                self._writer.write(piece.target, _slices(block), values, done=held)
-        finally:
-            release()
+            ready = values if share.at == block else self._assemble(piece.target, block, share, values)
+            if ready is None:
+                held.release()
+            else:
+                self._writer.write(piece.target, _slices(block), ready, done=held.release)
+        except BaseException:
+            held.release()
+            raise
         self._count(piece, share.at, resumed=False)
 
     def _cast(self, piece: Piece, values: np.ndarray) -> np.ndarray:
@@ -233,7 +249,9 @@ class Stream:
             return values
         with np.errstate(over="ignore"):
             made = values.astype(dtype)
-        lost = ~np.isfinite(made.astype(np.float32)) & np.isfinite(values.astype(np.float32))
+        if np.isfinite(made).all():
+            return made
+        lost = ~np.isfinite(made) & np.isfinite(values)
         if lost.any():
             raise InputError(
                 f"{piece.source}: {int(lost.sum())} values do not fit dtype={dtype.name}, the first is"

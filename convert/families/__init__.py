@@ -6,7 +6,7 @@ One file a family. A family is found by the `model_type` of the source's config;
 import dataclasses
 import functools
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from shardzoo.convert.rules import Rule
@@ -39,7 +39,8 @@ class FamilyRules:
         rules: source tensors to leaves; rules whose leaf a config does not declare are left out.
         ties: key of a tensor -> leaf that it must equal where the config ties the two.
         unused: pattern of keys that the model computes for itself -> why they are not read.
-        read_config: parsed config.json -> config of the zoo; raises `InputError` with every reason it cannot.
+        read_config: parsed config.json and the source's keys -> config of the zoo; raises `InputError` with every
+            reason it cannot.
         declare: config -> declared module.
     """
 
@@ -50,7 +51,7 @@ class FamilyRules:
     rules: tuple[Rule, ...]
     ties: Mapping[str, str]
     unused: Mapping[str, str]
-    read_config: Callable[[Mapping[str, Any]], Any]
+    read_config: Callable[[Mapping[str, Any], Collection[str]], Any]
     declare: Callable[[Any], Any]
 
 

@@ -152,7 +152,7 @@ def _flag(text: Mapping[str, Any], name: str, kind: str) -> bool:
 
 def _text_config(source: Mapping[str, Any]) -> dict[str, Any]:
     """The text model's part of a config: nested, or (older exports) flat beside `vision_config`."""
-    kind = source.get("model_type")
+    kind = str(source.get("model_type"))
     if kind in _TEXT:
         return dict(source)
     if kind not in _MULTIMODAL:
