@@ -5,7 +5,7 @@ Sizes are chosen from static schedules (benchmarks/attention_tpu.py); nothing he
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -163,7 +163,7 @@ class Edges:
     What is known when tracing stays a Python number, so that branches on it vanish.
     """
 
-    def __init__(self, call: Call, numbers: Int[Array, " n"], b: Scalar):
+    def __init__(self, call: Call, numbers: Any, b: Scalar):
         size, options = call.size, call.options
         self.call = call
         self.offset = options.q_offset if options.q_offset is not None else numbers[0]

@@ -103,7 +103,7 @@ def rows_spec(call: Call, rows: int, index: Callable[..., tuple]) -> pl.BlockSpe
     if call.packed:
         return pl.BlockSpec((None, rows, call.size.head_dim), index)
 
-    def heads_first(*at: Array) -> tuple:
+    def heads_first(*at: Any) -> tuple:
         b, block, head = index(*at)
         return b, head, block, 0
 
@@ -113,7 +113,7 @@ def rows_spec(call: Call, rows: int, index: Callable[..., tuple]) -> pl.BlockSpe
 def line_spec(width: int, index: Callable[..., tuple]) -> pl.BlockSpec:
     """Blocks (1, width) of an array (batch, heads, 1, length); index gives (batch, block, head)."""
 
-    def lanes_last(*at: Array) -> tuple:
+    def lanes_last(*at: Any) -> tuple:
         b, block, head = index(*at)
         return b, head, 0, block
 
