@@ -182,7 +182,7 @@ def _enter(root: Any, where: str, counts: _TensorCounts) -> tuple[str, ...]:
     value = root
     while True:
         children = {key: part for key, part in _children(value, where).items() if counts.of(part)}
-        direct = [key for key, part in children.items() if isinstance(part, RebuiltTensor)]
+        direct = {key for key, part in children.items() if isinstance(part, RebuiltTensor)}
         nested = [key for key in children if key not in direct and not _is_training_state(key)]
         if direct and not isinstance(value, dict):
             raise InputError(f"{where}: holds {len(direct)} tensors in a {_kind(value)}, without names: save a dict")
@@ -254,10 +254,10 @@ def _flatten(value: Any, where: str) -> tuple[dict[str, RebuiltTensor], list[str
                 raise InputError(f"{where}: two tensors are named {name!r} once their keys are joined by '.'")
             else:
                 tensors[name] = part
+                if len(tensors) > MAX_TENSORS:
+                    raise InputError(f"{where}: holds more than {MAX_TENSORS} tensors")
         else:
             stack.pop()
-        if len(tensors) > MAX_TENSORS:
-            raise InputError(f"{where}: holds more than {MAX_TENSORS} tensors")
     return tensors, left_out, count
 
 
