@@ -8,6 +8,7 @@ sequence over them ("seq"): the `residual` argument of `gather_residual` and of 
 the same bytes (all-gather and reduce-scatter instead of one all-reduce) and keeps 1/tp of the stream and its norms.
 """
 
+import math
 from typing import Literal
 
 import equinox as eqx
@@ -39,13 +40,17 @@ def reduce_residual(partial: Float[Array, "batch seq ..."], residual: Residual) 
 def contract(x: Float[Array, "batch seq *in"], weight: Float[Array, "*out_in"], inputs: int = 1) -> Float[Array, "..."]:
     """x . weight over the last `inputs` dims of both, in x's dtype; sums in float32 at least.
 
-    A CPU has matrix products of 16-bit floats only with a float32 result: asked for a 16-bit one, XLA widens the
-    operands, a copy of the weight at every use (five times slower for a batch of 8).
+    The product is one of matrices: XLA for CPUs transposes a weight of more dims at every use. It also has products of
+    16-bit floats only with a float32 result: asked for a 16-bit one it widens the operands, a copy of the weight at
+    every use (five times slower for a batch of 8).
     """
-    dims = tuple(range(-inputs, 0))
+    lead, out = x.shape[: x.ndim - inputs], weight.shape[: weight.ndim - inputs]
+    width = math.prod(weight.shape[weight.ndim - inputs :])
+    rows = x.reshape(math.prod(lead), width)
     wide = jnp.float32 if traced_platform() == "cpu" and x.dtype.itemsize == 2 else None
-    y = jnp.tensordot(x, weight.astype(x.dtype), axes=(dims, dims), preferred_element_type=wide)
-    return y.astype(x.dtype)
+    matrix = weight.astype(x.dtype).reshape(math.prod(out), width)
+    y = lax.dot_general(rows, matrix, (((1,), (1,)), ((), ())), preferred_element_type=wide)
+    return y.astype(x.dtype).reshape(*lead, *out)
 
 
 class ColumnLinear(eqx.Module):
