@@ -1,11 +1,13 @@
 """The differentiation rule shared by all implementations, and the choice between them when lowering."""
 
 import functools
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jaxtyping import Array, Float
 
 from shardzoo.kernels.flash_attention import reference
@@ -71,15 +73,33 @@ def _attend(plan: Plan, options: Options, q: Array, k: Array, v: Array, extras: 
     return _run(plan, options, "forward", q, k, v, extras)
 
 
-def _attend_forward(plan: Plan, options: Options, q: Array, k: Array, v: Array, extras: Extras):
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class _Wanted:
+    """Whether the gradient of the bias is asked for: it is an array as large as the bias, and work to fill."""
+
+    bias: bool
+
+
+def _attend_forward(plan: Plan, options: Options, *primals: CustomVJPPrimal | Extras):
+    q, k, v, extras = jax.tree.map(lambda x: x.value, primals, is_leaf=_is_primal)
+    bias = primals[3].bias
     out, lse = _run(plan, options, "forward", q, k, v, extras)
     out, lse = checkpoint_name(out, OUT_NAME), checkpoint_name(lse, LSE_NAME)
-    return (out, lse), (q, k, v, extras, out, lse)
+    wanted = _Wanted(bias is not None and bias.perturbed)
+    return (out, lse), (wanted, q, k, v, extras, out, lse)
 
 
-def _attend_backward(plan: Plan, options: Options, residuals: tuple, cotangents: tuple[Array, Array]):
-    dq, dk, dv, dbias = _run(plan, options, "backward", *residuals, *cotangents)
-    return dq, dk, dv, Extras(bias=dbias)
+def _is_primal(x: object) -> bool:
+    return isinstance(x, CustomVJPPrimal)
 
 
-_attend.defvjp(_attend_forward, _attend_backward)
+def _attend_backward(plan: Plan, options: Options, residuals: tuple, cotangents: tuple):
+    wanted, q, *rest = residuals
+    given = [varying_like(jnp.zeros(x.shape, x.dtype), q) if isinstance(x, SymbolicZero) else x for x in cotangents]
+    options = replace(options, bias_gradient=wanted.bias)
+    dq, dk, dv, dbias = _run(plan, options, "backward", q, *rest, *given)
+    return dq, dk, dv, Extras(bias=dbias if wanted.bias else None)
+
+
+_attend.defvjp(_attend_forward, _attend_backward, symbolic_zeros=True)

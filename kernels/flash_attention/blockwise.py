@@ -39,7 +39,7 @@ def supports(
 
 class _Call(NamedTuple):
     """The arrays and how they are cut. q (batch, q_len, kv_heads, group, head_dim), k, v (batch, kv_len, kv_heads,
-    head_dim), bias (1 or batch, 1 or kv_heads, 1 or group, q_len, kv_len)."""
+    head_dim), bias as given."""
 
     q: Array
     k: Array
@@ -66,11 +66,7 @@ class _Step(NamedTuple):
 def _call(q: Array, k: Array, v: Array, extras: Extras, options: Options) -> _Call:
     size = sizes(q, k)
     grouped = q.reshape(size.batch, size.q_len, size.kv_heads, size.group, size.head_dim)
-    bias = extras.bias
-    if bias is not None:
-        heads = (1, 1) if bias.shape[1] == 1 else (size.kv_heads, size.group)
-        bias = bias.reshape(bias.shape[0], *heads, size.q_len, size.kv_len)
-    return _Call(grouped, k, v, bias, extras, options, size, tile_sizes(size, step_logits()))
+    return _Call(grouped, k, v, extras.bias, extras, options, size, tile_sizes(size, step_logits()))
 
 
 def _loop(first: Index, last: Index, body: Callable, carry):
@@ -134,12 +130,16 @@ def _row_tile(call: _Call, x: Array, step: _Step) -> Float[Array, "rows kv_heads
     return x.reshape(tiles.batch, tiles.kv_heads, size.group * tiles.q, 1)
 
 
-def _bias_corner(call: _Call, step: _Step, kv_index: Index) -> tuple[tuple, tuple[int, ...]]:
-    """Start and shape of the step's part of the bias."""
-    tiles, bias = call.tiles, call.bias
-    corner = _corner(bias, step, call, 1, 3, start(step.q_index, call.size.q_len, tiles.q))
-    shape = (min(tiles.batch, bias.shape[0]), min(tiles.kv_heads, bias.shape[1]), bias.shape[2], tiles.q, tiles.kv)
-    return (*corner[:4], start(kv_index, call.size.kv_len, tiles.kv)), shape
+def _bias_part(call: _Call, step: _Step, kv_index: Index) -> tuple[tuple, tuple[int, ...]]:
+    """Start and shape of the step's part of the bias (1 or batch, 1 or heads, q_len, kv_len)."""
+    tiles, size, (rows, heads) = call.tiles, call.size, call.bias.shape[:2]
+    corner = (
+        step.row if rows > 1 else 0,
+        step.head * size.group if heads > 1 else 0,
+        start(step.q_index, size.q_len, tiles.q),
+        start(kv_index, size.kv_len, tiles.kv),
+    )
+    return corner, (min(tiles.batch, rows), min(tiles.kv_heads * size.group, heads), tiles.q, tiles.kv)
 
 
 def _dot(spec: str, x: Array, y: Array) -> Array:
@@ -159,11 +159,11 @@ def _logits(
     mask = tile_mask(
         size, tiles, call.extras, options, step.row, step.q_index, kv_index, each_query_once=each_query_once
     )
-    whole = logits.reshape(tiles.batch, tiles.kv_heads, size.group, tiles.q, tiles.kv)
+    whole = logits.reshape(tiles.batch, tiles.kv_heads * size.group, tiles.q, tiles.kv)
     if call.bias is not None:
-        whole = whole + lax.dynamic_slice(call.bias, *_bias_corner(call, step, kv_index)).astype(call.dtype)
+        whole = whole + lax.dynamic_slice(call.bias, *_bias_part(call, step, kv_index)).astype(call.dtype)
     if mask is not None:
-        whole = jnp.where(mask[:, None, None], whole, -jnp.inf)
+        whole = jnp.where(mask[:, None], whole, -jnp.inf)
     return whole.reshape(logits.shape), bent
 
 
@@ -253,10 +253,11 @@ def backward(
         return dq, dk, dv, dbias
 
     zeros = [jnp.zeros(x.shape, x.dtype) for x in (call.q, k, v)]
-    dbias = None if call.bias is None else jnp.zeros(call.bias.shape, call.dtype)
+    wanted = call.bias is not None and options.bias_gradient
+    dbias = jnp.zeros(call.bias.shape, call.dtype) if wanted else None
     dq, dk, dv, dbias = _for_each_head(call, head, varying_like((*zeros, dbias), q))
     if dbias is not None:
-        dbias = dbias.reshape(extras.bias.shape).astype(extras.bias.dtype)
+        dbias = dbias.astype(extras.bias.dtype)
     return dq.reshape(q.shape), dk, dv, dbias
 
 
@@ -313,8 +314,8 @@ def _add_keys(total: Array, first: Index, part: Array) -> Array:
 def _add_bias_part(call: _Call, step: _Step, kv_index: Index, dbias: Array, d_logits: Array) -> Array:
     """Adds the tile's gradient, summed over the dims that share a bias, to where the bias was read."""
     size, tiles = call.size, call.tiles
-    whole = d_logits.reshape(tiles.batch, tiles.kv_heads, size.group, tiles.q, tiles.kv)
-    corner, shape = _bias_corner(call, step, kv_index)
-    shared = tuple(n for n in range(3) if shape[n] == 1 and whole.shape[n] > 1)
+    whole = d_logits.reshape(tiles.batch, tiles.kv_heads * size.group, tiles.q, tiles.kv)
+    corner, shape = _bias_part(call, step, kv_index)
+    shared = tuple(n for n in range(2) if shape[n] == 1 and whole.shape[n] > 1)
     part = whole.sum(shared, keepdims=True)
     return lax.dynamic_update_slice(dbias, lax.dynamic_slice(dbias, corner, shape) + part, corner)

@@ -234,7 +234,8 @@ def backward(
     arrays["delta"] = jnp.where(empty, 0, delta - d_lse)
     dq = _dq(spec, launch, arrays, extras)
     dk, dv = _dkv(spec, launch, arrays, extras)
-    return dq, dk, dv, None if extras.bias is None else _dbias(spec, launch, arrays, extras)
+    wanted = extras.bias is not None and options.bias_gradient
+    return dq, dk, dv, _dbias(spec, launch, arrays, extras) if wanted else None
 
 
 def _dq(spec: Spec, launch: Launch, arrays: dict[str, Array], extras: Extras) -> Array:

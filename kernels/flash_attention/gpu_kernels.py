@@ -354,7 +354,7 @@ def dkv_kernel(spec: Spec, x: dict, dk_ref, dv_ref) -> None:
         if kv_ids is not None:
             q_ids = read_vector(x["q_segment_ids"], start, spec.q, size.q_len)[None, :]
         if "bias" in x:
-            of_head = g if spec.bias[1] > 1 else 0
+            of_head = lax.rem(g, jnp.int32(size.group if spec.bias[1] > 1 else 1))
             bias = read_bias(spec, x["bias"], start, 0, _inside(spec, start, first), of_head).T
         at = Tile((start + jnp.arange(spec.q))[None, :], keys, q_ids, kv_ids, bias)
         s, bent = logits(spec, row, at, dot(k, q, trans_b=True), masked)

@@ -8,10 +8,10 @@ An implementation is a module of this folder (`reference`, `blockwise`, `tpu`, `
     forward(q, k, v, extras, options) -> (out, lse)
         out (batch, q_len, heads, head_dim) in q's dtype; lse (batch, heads, q_len) in `accumulator(q.dtype)`.
     backward(q, k, v, extras, options, out, lse, d_out, d_lse) -> (dq, dk, dv, dbias)
-        Cotangents in the shape and dtype of q, k, v and extras.bias (None without a bias). lse and d_lse are
-        (batch, heads, q_len).
+        Cotangents in the shape and dtype of q, k, v and extras.bias; dbias is None without a bias, or if nobody asks
+        for it. lse and d_lse are (batch, heads, q_len).
 
-The one custom_vjp is in `__init__.py`: it calls these two, so an implementation holds no differentiation rule
+The one custom_vjp is in `attend.py`: it calls these two, so an implementation holds no differentiation rule
 of its own. The arrays that arrive all vary over the same mesh axes, those of `manual_axes(q)`; whatever an
 implementation makes itself (loop carries, `out_shape` of a kernel) has to be given the same type:
 see `manual_axes`, `varying_like` and `out_struct`.
@@ -40,6 +40,7 @@ class Options:
 
     q_offset is None when `Extras.q_offset` holds it, and 0 when there is no band to place.
     The logits are bias + cap(scale * q . k), with cap(x) = soft_cap * tanh(x / soft_cap).
+    bias_gradient False: nobody asks for dbias; `backward` may return None for it.
     """
 
     scale: float
@@ -47,6 +48,7 @@ class Options:
     after: int | None = None
     soft_cap: float | None = None
     q_offset: int | None = 0
+    bias_gradient: bool = True
 
     @property
     def banded(self) -> bool:

@@ -30,7 +30,18 @@ def kernels_in(text: str) -> list[str]:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    "name", ["length-1", "length-77", "head_dim-80", "head_dim-96", "head_dim-256", "gqa-24-4", "decode", "everything"]
+    "name",
+    [
+        "length-1",
+        "length-77",
+        "head_dim-80",
+        "head_dim-96",
+        "head_dim-256",
+        "gqa-24-4",
+        "decode",
+        "bias-one",
+        "everything",
+    ],
 )
 def test_lowers_for_cuda(name: str, dtype: str):
     """Every kernel becomes Triton IR, for each head size, with every option, forward and backward."""
