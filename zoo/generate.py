@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from beartype import beartype
 from jax import P, lax
+from jax.experimental.multihost_utils import process_allgather
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Bool, Float, Int, Key, jaxtyped
 
@@ -241,6 +242,11 @@ def _arrays(tokens: Host, lengths: Host, key: Array | None, stop_ids: Sequence[i
     return jnp.asarray(tokens, jnp.int32), jnp.asarray(lengths, jnp.int32), key, jnp.asarray(stop_ids, jnp.int32)
 
 
+def on_host(x: Array) -> np.ndarray:
+    """The whole of x in every process, also when the rows of other processes are not here."""
+    return np.asarray(x) if x.is_fully_addressable else np.asarray(process_allgather(x, tiled=True))
+
+
 def _check(max_new_tokens: int) -> None:
     if max_new_tokens < 1:
         raise InputError(f"generate: max_new_tokens={max_new_tokens} is not at least 1: change it")
@@ -326,7 +332,7 @@ def stream(
         shown, batch = 0, len(tokens)
         while True:
             step, running = int(state.step), bool(state.running)
-            yield np.asarray(state.tokens)[:batch, shown:step], np.asarray(state.lengths)[:batch]
+            yield on_host(state.tokens)[:batch, shown:step], on_host(state.lengths)[:batch]
             shown = step
             if not running or step >= max_new_tokens:
                 return
@@ -363,7 +369,7 @@ def complete(
         row[: len(prompt)] = prompt
     run = generate(declared, mesh, dtype=dtype)
     new, counts = run(model, tokens, lengths, max_new_tokens=max_new_tokens, stop_ids=stop_ids, **options)
-    rows = [row[:count].tolist() for row, count in zip(np.asarray(new), np.asarray(counts), strict=True)]
+    rows = [row[:count].tolist() for row, count in zip(on_host(new), on_host(counts), strict=True)]
     return [row[:-1] if row and row[-1] in stop_ids else row for row in rows]
 
 

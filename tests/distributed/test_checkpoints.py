@@ -1,22 +1,18 @@
 """Two processes of four CPU devices: restore, save, and processes that are late, dead or disagree."""
 
-import importlib.util
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
 import toy_checkpoints as toy
+from load_workers import load_workers
 from processes import finish, run, start
 
 from shardzoo import checkpoints
 from shardzoo.zoo.layout import named
 from shardzoo.zoo.mesh import make_mesh
 
-spec = importlib.util.spec_from_file_location("checkpoint_workers", Path(__file__).parent / "checkpoint_workers.py")
-workers = importlib.util.module_from_spec(spec)
-sys.modules[spec.name] = workers
-spec.loader.exec_module(workers)
+workers = load_workers(Path(__file__).with_name("checkpoint_workers.py"))
 
 LARGER = toy.ToyConfig(layers=4, embed=512, heads=16, kv_heads=4, head_dim=64, mlp=2048, vocab=4096)
 
