@@ -1,5 +1,6 @@
 """The journal of an unfinished checkpoint: which leaves are whole, so that a second run carries on from there."""
 
+import errno
 import json
 import os
 import zlib
@@ -46,7 +47,14 @@ class Journal:
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (closed by `close`)
 
     def add(self, record: dict[str, Any]) -> None:
-        self._file.write(_line(record))
+        """Appends one record.
+
+        Raises:
+            OSError: it could not be written whole.
+        """
+        line = _line(record)
+        if self._file.write(line) != len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 
     @property
     def closed(self) -> bool:

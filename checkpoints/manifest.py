@@ -260,7 +260,7 @@ def decode(data: bytes, where: str) -> Manifest:
     r = _Reader()
     record: Any = None
     try:
-        record = json.loads(data, object_pairs_hook=lambda pairs: _unique(pairs, r))
+        record = json.loads(data, object_pairs_hook=lambda pairs: _unique(pairs, r), parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         r.problems.append(f"not JSON ({error})")
     fail_if(r.problems, f"{where}: not a manifest")
@@ -269,13 +269,14 @@ def decode(data: bytes, where: str) -> Manifest:
     top = r.take("manifest", record, TOP)
     fail_if(r.problems, f"{where}: not a manifest")
     r.check(top["config_sha256"] == sha256(canonical(top["config"])), "config: does not match config_sha256")
+    r.check(all(isinstance(v, str) for v in top["aliases"].values()), "aliases: a value is not a key")
+    fail_if(r.problems, f"{where}: not a manifest")
     header = ManifestHeader(
         family=top["family"], config=top["config"], variant=top["variant"], component=top["component"],
         sources=tuple(s for w, v in r.items("sources", top["sources"]) if (s := _source(r, w, v))),
         skipped=tuple(s for w, v in r.items("skipped", top["skipped"]) if (s := _skipped(r, w, v))),
         aliases=top["aliases"], detail=top["detail"],
     )  # fmt: skip
-    r.check(all(isinstance(v, str) for v in header.aliases.values()), "aliases: a value is not a key")
     leaves = {p: leaf for p, v in top["leaves"].items() if (leaf := _leaf(r, p, v, PARAMS))}
     carried = {p: leaf for p, v in top["carried"].items() if (leaf := _leaf(r, f"{CARRIED}/{p}", v, CARRIED))}
     files = {p: f for p, v in top["files"].items() if (f := _file(r, p, v))}
@@ -294,6 +295,10 @@ def version_problem(format_name: Any, version: Any) -> list[str]:
     if version != VERSION:
         return [f"version={version!r} is not one this program reads ({VERSION}): convert the source again"]
     return []
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
 
 
 def _unique(pairs: list[tuple[str, Any]], r: _Reader) -> Json:

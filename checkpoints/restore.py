@@ -151,10 +151,10 @@ class _Job:
 class _Reading:
     """A host array and the reads that fill it."""
 
-    host: np.ndarray
+    host: Shaped[np.ndarray, "..."]
     parts: list
 
-    def result(self) -> np.ndarray:
+    def result(self) -> Shaped[np.ndarray, "..."]:
         for part in self.parts:
             part.result()
         return self.host

@@ -117,8 +117,10 @@ class Staging:
         files[CHECKPOINT_METADATA] = checkpoint_metadata(manifest.header.family, encoded, bool(manifest.carried))
         try:
             for name, data in (files | MARKERS).items():
-                (self.root / name).parent.mkdir(parents=True, exist_ok=True)
-                write_file(self.root / name, data, sync=sync)
+                path = self.root / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                if not path.exists() or path.read_bytes() != data:  # zarr.json is there since its leaf was begun
+                    write_file(path, data, sync=sync)
             self._check_listing(manifest, files)
             if sync:
                 for folder, _, _ in os.walk(self.root):
@@ -206,8 +208,11 @@ def store_assets(root: Path, assets: Mapping[str, Path | bytes], *, sync: bool =
             problems.append(f"{content}: cannot be read ({error.strerror})")
             continue
         target = root / ASSETS / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        write_file(target, data, sync=sync)
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            write_file(target, data, sync=sync)
+        except OSError as error:
+            raise storage_error(name, error, root) from error
         entries[f"{ASSETS}/{name}"] = FileEntry(size=len(data), sha256=sha256(data))
     fail_if(problems, "files to carry along")
     return entries

@@ -17,15 +17,14 @@ from shardzoo.checkpoints.grid import Block, Grid, LeafSpec
 from shardzoo.checkpoints.orbax_layout import zarr_bytes, zarr_metadata
 from shardzoo.errors import InputError
 
-WRITERS = 8  # files written at a time
-READERS = 32  # reads in flight at a time
+IN_FLIGHT = 32  # system calls on files at a time
 
 
 def context(*, sync: bool = True) -> ts.Context:
     """TensorStore resources of one job: bounded concurrency, no cache; `sync` flushes each file to the device."""
     return ts.Context(
         {
-            "file_io_concurrency": {"limit": READERS},
+            "file_io_concurrency": {"limit": IN_FLIGHT},
             "data_copy_concurrency": {"limit": max(2, os.cpu_count() or 2)},
             "file_io_sync": sync,
             "cache_pool": {"total_bytes_limit": 0},

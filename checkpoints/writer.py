@@ -11,6 +11,7 @@
 Killed at any point it leaves a folder that no reader takes for a checkpoint, and a run with the same plan carries on.
 """
 
+import contextlib
 import dataclasses as dc
 import importlib.metadata
 import re
@@ -36,8 +37,8 @@ from shardzoo.checkpoints.manifest import (
 )
 from shardzoo.checkpoints.orbax_layout import metadata_files
 from shardzoo.checkpoints.staging import JOURNAL, LOCK, Staging, listing, store_assets
-from shardzoo.checkpoints.store import Kept, LeafWriter, files_of
-from shardzoo.errors import fail_if
+from shardzoo.checkpoints.store import Kept, LeafWriter, files_of, storage_error
+from shardzoo.errors import InputError, fail_if
 
 BUDGET = 128 << 20  # bytes in flight
 Placed = dict[str, tuple[str, LeafSpec, Grid]]  # path -> folder, spec, grid
@@ -183,7 +184,7 @@ class CheckpointWriter:
         kept.total = sums.add(kept.total, tuple(record["sums"]))
 
     def _note_block(self, path: str, at: Block, total: sums.Sums) -> None:
-        self._staging.journal.add({"block": path, "at": [[s.start, s.stop] for s in at], "sums": list(total)})
+        self._log({"block": path, "at": [[s.start, s.stop] for s in at], "sums": list(total)})
 
     def _files(self, path: str, indices: Iterable[tuple[int, ...]]) -> dict[str, int]:
         """Name below the folder -> size of the leaf's files with these indices."""
@@ -238,13 +239,19 @@ class CheckpointWriter:
         if lacking:
             raise ValueError(f"{path}: files {lacking[:4]} of {len(lacking)} were not written: write every block")
         record = {"leaf": path, "checksum": sums.text(total), "from": list(provenance)}
-        self._staging.journal.add(record)
+        self._log(record)
         self._finished[path] = (record["checksum"], tuple(record["from"]))
         return record["checksum"]
 
     def note(self, name: str, value: Json) -> None:
         """Keeps a JSON value for a later run of the same plan (`notes`)."""
-        self._staging.journal.add({"note": name, "value": value})
+        self._log({"note": name, "value": value})
+
+    def _log(self, record: Json) -> None:
+        try:
+            self._staging.journal.add(record)
+        except OSError as error:
+            raise storage_error(str(self._staging.dst), error, self._staging.root) from error
 
     def publish(self, sources: Iterable[Source] | None = None) -> Path:
         """Writes manifest and metadata and gives the checkpoint its name, in that order; returns the name.
@@ -265,7 +272,8 @@ class CheckpointWriter:
         """Stops and lets go; what is written stays for a later run. Does nothing after `publish`."""
         self._writer.drain()
         if not self._staging.journal.closed:
-            self._writer.tell_stored()
+            with contextlib.suppress(InputError):  # the caller has the first failure; a block not noted is redone
+                self._writer.tell_stored()
         self._staging.journal.close()
         self._staging.close()
 

@@ -1,5 +1,6 @@
 """A storage that is full, read-only or fails in the middle: an error that says so, and a later run that carries on."""
 
+import errno
 import json
 import os
 import resource
@@ -11,6 +12,7 @@ import pytest
 import toy_checkpoints as toy
 
 from shardzoo import checkpoints
+from shardzoo.checkpoints import store
 from shardzoo.checkpoints.staging import staging_path
 from shardzoo.errors import InputError
 
@@ -93,3 +95,24 @@ def test_a_folder_that_may_not_be_written(tmp_path):
         place.mkdir(mode=0o500)
     with pytest.raises(InputError, match=r"c: (not allowed to write below|the storage failed at)"):
         toy.write(place / "c", CONFIG)
+
+
+@pytest.mark.parametrize("name", ["metadata", "config.json", "_CHECKPOINT_METADATA", "commit_success.txt", "zarr.json"])
+def test_a_disk_that_fills_up_at_the_end(tmp_path, monkeypatch, name):
+    """Every small file that publishing writes may be the one that no longer fits."""
+    real = store.write_file
+
+    def full(path, data, **options):
+        if path.name == name:
+            path.write_bytes(data[: len(data) // 2])
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(path, data, **options)
+
+    for module in ("store", "staging"):
+        monkeypatch.setattr(sys.modules[f"shardzoo.checkpoints.{module}"], "write_file", full)
+    with pytest.raises(InputError, match="no space left at"):
+        toy.write(tmp_path / "c", CONFIG, assets={"config.json": b"{}"})
+    assert not (tmp_path / "c").exists()
+    monkeypatch.undo()
+    toy.write(tmp_path / "c", CONFIG, assets={"config.json": b"{}"})
+    checkpoints.verify(tmp_path / "c")

@@ -1,6 +1,7 @@
 """Every single-bit flip is found, and missing, extra and truncated files are named."""
 
 import itertools
+import json
 import os
 import random
 import shutil
@@ -8,6 +9,8 @@ import shutil
 import numpy as np
 import pytest
 import toy_checkpoints as toy
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from shardzoo import checkpoints
 from shardzoo.checkpoints.manifest import Manifest, decode
@@ -197,8 +200,6 @@ def test_manifest_goes_to_bytes_and_back(tiny):
 
 
 def test_a_manifest_of_another_shape_is_refused_with_every_problem(tiny):
-    import json
-
     record = json.loads((tiny / MANIFEST_FILE).read_bytes())
     record["leaves"]["embed"]["shape"] = [4, "4"]
     record["leaves"]["count"]["dtype"] = "float7"
@@ -217,3 +218,31 @@ def test_a_manifest_of_another_shape_is_refused_with_every_problem(tiny):
     for part in ("embed: shape", "count: dtype='float7'", "heads.0: wrong folder", "does not divide outer",
                  "sources[0]: field 'kind'", "/etc/passwd", "blocks.k: its file"):  # fmt: skip
         assert part in str(error.value), part
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 1 << 70) | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_other_manifest_is_refused_and_nothing_else_happens(tiny, data):
+    """One value somewhere in the manifest replaced by any other JSON."""
+    record = json.loads((tiny / MANIFEST_FILE).read_bytes())
+    at = record
+    while True:
+        keys = list(at) if isinstance(at, dict) else list(range(len(at)))
+        key = data.draw(st.sampled_from(keys))
+        below = at[key]
+        if not isinstance(below, dict | list) or not below or data.draw(st.integers(0, 3)) == 0:
+            break
+        at = below
+    at[key] = data.draw(JSON)
+    try:
+        manifest = decode(json.dumps(record).encode(), "m")
+    except InputError:
+        return
+    assert json.loads(manifest.encode()) == record
