@@ -1,10 +1,18 @@
 """The `shardzoo` command: `python -m shardzoo` and the installed script."""
 
-from shardzoo.cli.app import app
+import sys
 
 
 def main() -> None:
-    app(prog_name="shardzoo")
+    try:
+        # Imported here, so that Ctrl-C meanwhile ends quietly too.
+        from shardzoo.cli.app import app
+        from shardzoo.cli.interrupts import strike_again
+
+        sys.unraisablehook = strike_again
+        app(prog_name="shardzoo")
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,17 @@ import typer
 import typer.core
 
 from shardzoo.cli import options
+from shardzoo.cli.interrupts import uninterrupted
 from shardzoo.cli.terminal import complain
 from shardzoo.errors import InputError
+
+
+def _commands() -> Any:
+    """The module that does the work, and with it JAX."""
+    with uninterrupted():
+        from shardzoo.cli import commands
+    return commands
+
 
 EPILOG = "Exit status: 0 done, 1 a problem with the input, 2 wrong usage."
 
@@ -133,9 +142,7 @@ def convert(
     The weights keep their bits unless --dtype is given. Memory stays within the budget whatever the model's size. An
     interrupted run leaves nothing that looks like a checkpoint, and the same command carries on from where it stopped.
     """
-    from shardzoo.cli import commands
-
-    commands.convert(
+    _commands().convert(
         source,
         destination,
         family=family,
@@ -154,9 +161,7 @@ def convert(
 @app.command(epilog=EPILOG)
 def inspect(checkpoint: Checkpoint, json: Json = False) -> None:
     """Show what a checkpoint holds: family, config, sources, and every parameter with its shape, dtype and split."""
-    from shardzoo.cli import commands
-
-    commands.inspect(checkpoint, json=json)
+    _commands().inspect(checkpoint, json=json)
 
 
 @app.command(epilog=EPILOG)
@@ -186,8 +191,7 @@ def audit(
     meshes that fit. With --topology also compiles for TPUs that need not be there (by libtpu), and says what each
     device would need. Exit status 1 if any mesh does not fit.
     """
-    from shardzoo.cli import commands
-
+    commands = _commands()
     ahead = topology and commands.Ahead(topology=topology, batch=batch, tokens=tokens, dtype=dtype)
     if not commands.audit(target, mesh, ahead=ahead or None, json=json):
         raise typer.Exit(1)
@@ -204,9 +208,7 @@ def verify(
     json: Json = False,
 ) -> None:
     """Check every byte of a checkpoint against its digests and, with SRC, every tensor against its source."""
-    from shardzoo.cli import commands
-
-    commands.verify(checkpoint, source, quick=quick, json=json)
+    _commands().verify(checkpoint, source, quick=quick, json=json)
 
 
 @app.command(epilog=EPILOG)
@@ -222,9 +224,9 @@ def export(
     json: Json = False,
 ) -> None:
     """Write a checkpoint back as PyTorch files: bit for bit what came in, if it was not cast."""
-    from shardzoo.cli import commands
-
-    commands.export(checkpoint, destination, layout=layout, memory_budget=memory_budget, overwrite=overwrite, json=json)
+    _commands().export(
+        checkpoint, destination, layout=layout, memory_budget=memory_budget, overwrite=overwrite, json=json
+    )
 
 
 @app.command(epilog=EPILOG)
@@ -259,8 +261,7 @@ def generate(
 
     On a machine without accelerators the command makes as many CPU devices as the mesh needs.
     """
-    from shardzoo.cli import commands
-
+    commands = _commands()
     sampling = commands.Sampling(
         max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
     )
@@ -284,6 +285,4 @@ def presets(
     json: Json = False,
 ) -> None:
     """List the published sizes that the zoo knows, by the name that audit takes."""
-    from shardzoo.cli import commands
-
-    commands.presets(family, json=json)
+    _commands().presets(family, json=json)

@@ -12,6 +12,7 @@ import numpy as np
 
 from shardzoo.cli import audit as judging
 from shardzoo.cli import reports, targets
+from shardzoo.cli.interrupts import uninterrupted
 from shardzoo.cli.terminal import count_text, note, progress_bar, say, say_json, say_table, size_text, working
 from shardzoo.errors import InputError, fail_if
 from shardzoo.zoo import layout
@@ -21,7 +22,8 @@ from shardzoo.zoo.mesh import Degrees
 
 def convert(source: str, destination: Path, *, dry_run: bool, json: bool, **options: Any) -> None:
     """Converts and prints the report."""
-    from shardzoo.convert import convert as conversion
+    with uninterrupted():
+        from shardzoo.convert import convert as conversion
 
     with progress_bar("checking" if dry_run else "converting") as progress:
         report = conversion.convert(source, destination, dry_run=dry_run, progress=progress, **options)
@@ -33,7 +35,8 @@ def convert(source: str, destination: Path, *, dry_run: bool, json: bool, **opti
 
 def verify(checkpoint: Path, source: str | None, *, quick: bool, json: bool) -> None:
     """Verifies and prints the report."""
-    from shardzoo.convert import verify as verification
+    with uninterrupted():
+        from shardzoo.convert import verify as verification
 
     with progress_bar("verifying") as progress:
         report = verification.verify(checkpoint, source, level="quick" if quick else "full", progress=progress)
@@ -42,7 +45,8 @@ def verify(checkpoint: Path, source: str | None, *, quick: bool, json: bool) -> 
 
 def export(checkpoint: Path, destination: Path, *, json: bool, **options: Any) -> None:
     """Exports and prints the report."""
-    from shardzoo.convert import export as exporting
+    with uninterrupted():
+        from shardzoo.convert import export as exporting
 
     with progress_bar("exporting") as progress:
         report = exporting.export(checkpoint, destination, progress=progress, **options)
@@ -93,7 +97,8 @@ def audit(target: str, meshes: Sequence[Degrees], *, ahead: Ahead | None, json: 
 
 def _compile(found: targets.Target, verdicts: Sequence[judging.Verdict], ahead: Ahead) -> dict[judging.Verdict, Any]:
     """For each verdict on a mesh that fits, what the compiler says of it."""
-    from shardzoo.cli import topology
+    with uninterrupted():
+        from shardzoo.cli import topology
 
     devices = topology.topology_devices(ahead.topology)
     wrong = [f"mesh ({v.degrees}) has {v.degrees.devices}" for v in verdicts if v.degrees.devices != len(devices)]
@@ -109,7 +114,8 @@ def _compile(found: targets.Target, verdicts: Sequence[judging.Verdict], ahead: 
 
 def inspect(checkpoint: Path, *, json: bool) -> None:
     """Prints the manifest."""
-    from shardzoo import checkpoints
+    with uninterrupted():
+        from shardzoo import checkpoints
 
     manifest = checkpoints.open(checkpoint).manifest
     if json:
@@ -201,8 +207,9 @@ def generate(
     json: bool,
 ) -> None:
     """Restores the model onto the mesh and prints its replies."""
-    from shardzoo import checkpoints
-    from shardzoo.cli import chat
+    with uninterrupted():
+        from shardzoo import checkpoints
+        from shardzoo.cli import chat
 
     found = checkpoints.open(checkpoint)
     declared = targets.stored_declaration(found.manifest)
@@ -272,7 +279,8 @@ def _reply(
     """The new tokens of each prompt, without the end token."""
     import jax
 
-    from shardzoo.zoo.generate import complete
+    with uninterrupted():
+        from shardzoo.zoo.generate import complete
 
     options = dataclasses.asdict(sampling)
     key = jax.random.key(options.pop("seed"))

@@ -122,7 +122,7 @@ def demo():
 
 
 def test_demo_shows_output_time_and_peak_memory_of_a_command():
-    """In a small process, as the demo is: the system counts what the starting process has into the peak of the started."""
+    """In a small process, as the demo is: the peak of a started process counts what the starting one holds."""
     code = f"""
 import runpy, sys
 run = runpy.run_path({str(EXAMPLES / "demo.py")!r})["run"]
