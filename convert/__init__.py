@@ -1,4 +1,4 @@
-"""From PyTorch checkpoints to ours and back; modules `convert`, `verify`, `export`, and `source`, which reads any of them.
+"""From PyTorch checkpoints to ours and back: `convert`, `verify`, `export`, and `source`, which reads any of them.
 
 Importing this starts no device.
 """

@@ -56,7 +56,9 @@ def test_packed_sources_are_cut_into_unequal_leaves():
     }
     pieces = expand(RULES, PARAMS, ROOTS)
     assert gaps(pieces, PARAMS) == []
-    sources = {key: np.arange(math.prod(shape)).reshape(shape) + 1000 * i for i, (key, shape) in enumerate(shapes.items())}
+    sources = {
+        key: np.arange(math.prod(shape)).reshape(shape) + 1000 * i for i, (key, shape) in enumerate(shapes.items())
+    }
     leaves = move(pieces, PARAMS, sources)
     qkv, out = sources["b.1.qkv"], sources["b.1.out"]
     np.testing.assert_array_equal(leaves["q"][1], qkv[:8].reshape(4, 2, 5))
