@@ -1,6 +1,6 @@
 """Restoring onto other meshes, with 1, 2, 4 and 8 processes of this machine: bytes read, and time against Orbax.
 
-    python benchmarks/restore.py [--mib 512] [--processes 1 2 4 8] [--rounds 3] [--dir DIR]
+    python benchmarks/restore.py [--mib 256] [--processes 1 2 4 8] [--rounds 3] [--dir DIR]
 
 For each of ten pairs of meshes (saved on one, restored on the other) and each number of processes:
  - bytes that each process reads, over the bytes of the distinct shards its devices hold;
@@ -43,7 +43,7 @@ def declare(mib: int):
     from shardzoo.zoo.layout import Param, stack
     from shardzoo.zoo.mesh import TP
 
-    bf16, embed, heads, head_dim, mlp, vocab = np.dtype(ml_dtypes.bfloat16), 2048, 16, 128, 8192, 32768
+    bf16, embed, heads, head_dim, mlp, vocab = np.dtype(ml_dtypes.bfloat16), 1024, 16, 64, 4096, 32768
     block = {
         "q": Param("heads head_dim embed", (heads, head_dim, embed), {"heads": TP}, bf16),
         "k": Param("heads head_dim embed", (heads, head_dim, embed), {"heads": TP}, bf16),
@@ -55,7 +55,7 @@ def declare(mib: int):
         "bias": Param("heads head_dim", (heads, head_dim), {"heads": TP}, bf16),
     }
     table = Param("vocab embed", (vocab, embed), {"vocab": TP}, bf16)
-    layers = max(8, round((mib - 128) / 96 / 8) * 8)
+    layers = max(8, round((mib - 64) / 24 / 8) * 8)
     return {"embed": table, "blocks": stack(block, layers, "pipe")}
 
 
@@ -198,7 +198,7 @@ def name(degrees: dict) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mib", type=int, default=512)
+    parser.add_argument("--mib", type=int, default=256)
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--pairs", type=int, nargs="+", default=range(len(PAIRS)))
     parser.add_argument("--rounds", type=int, default=3)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from shardzoo.checkpoints.journal import Journal
-from shardzoo.checkpoints.manifest import ASSETS, FileEntry, Manifest, is_below, sha256
+from shardzoo.checkpoints.manifest import ASSETS, CARRIED, MANIFEST, PARAMS, FileEntry, Manifest, is_below, sha256
 from shardzoo.checkpoints.orbax_layout import (
     CHECKPOINT_METADATA,
     MANIFEST_FILE,
@@ -22,6 +22,8 @@ from shardzoo.checkpoints.store import storage_error, sync_folder, write_file
 from shardzoo.errors import InputError, fail_if
 
 JOURNAL, LOCK = "shardzoo.journal", "shardzoo.lock"
+# All that a killed run may leave at the top: one interrupted as it cleans up may lack lock and journal.
+OURS = {JOURNAL, LOCK, "shardzoo.new", PARAMS, CARRIED, MANIFEST, CHECKPOINT_METADATA, *MARKERS}
 
 
 def staging_path(dst: Path) -> Path:
@@ -68,10 +70,11 @@ class Staging:
             raise
 
     def _take_lock(self) -> None:
-        ours = {JOURNAL, LOCK, "manifest"}
-        names = set(os.listdir(self.root))
-        if names and not names & ours:
-            raise InputError(f"{self.root}: left by another program: remove it, or choose another destination")
+        other = sorted(set(os.listdir(self.root)) - OURS)
+        if other:
+            raise InputError(
+                f"{self.root}: holds {other[0]!r}, left by another program: remove it, or choose another destination"
+            )
         handle = os.open(self.root / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -156,7 +159,7 @@ class Staging:
     def discard(self) -> None:
         """Removes everything written so far; does nothing once published.
 
-        The lock goes last: a folder without it is taken for another program's.
+        The lock goes last, so that no other process starts while files are still going.
         """
         if self._lock >= 0:
             with contextlib.suppress(OSError):

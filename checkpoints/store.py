@@ -188,8 +188,8 @@ class LeafWriter:
             if done is not None:
                 done()
 
-        commit = state.array[at].write(values, can_reference_source_data_indefinitely=True).commit
         with self._lock:
+            commit = state.array[at].write(values, can_reference_source_data_indefinitely=True).commit
             state.commits.append(commit)
             state.total = sums.add(state.total, total)
         commit.add_done_callback(committed)
@@ -229,12 +229,14 @@ class LeafWriter:
         with self._lock:
             if path not in self._open:
                 self.begin(path)
-            state = self._open.pop(path)
+            state = self._open[path]
         try:
             for commit in state.commits:
                 commit.result()
         except (ValueError, OSError) as error:
             raise storage_error(path, error, self.root) from error
+        with self._lock:  # not before: `drain` waits for what is still open when this is interrupted
+            del self._open[path]
         self.tell_stored()
         return state.total, state.begun
 

@@ -28,7 +28,7 @@ def finish(server, path):
     """Seconds that an undisturbed run takes."""
     child = server.start({"path": str(path)})
     start = time.monotonic()
-    assert child.wait() == 0
+    assert child.wait() == 0, server.errors()
     return time.monotonic() - start
 
 

@@ -198,3 +198,12 @@ def test_plain_json_readers_see_the_manifest(tmp_path):
     assert manifest["family"] == "toy" and manifest["leaves"]["embed"]["dims"] == "vocab embed"
     zarr = json.loads((tmp_path / "ckpt/params/blocks.q/zarr.json").read_text())
     assert zarr["dimension_names"] == ["layer", "heads", "head_dim", "embed"]
+
+
+def test_what_an_interrupted_clean_up_leaves_is_taken_over(tmp_path):
+    """A write under way when a run is interrupted may come back after lock and journal are gone."""
+    left = staging_path(tmp_path / "ckpt") / "params" / "embed" / "c"
+    left.mkdir(parents=True)
+    (left / "0").write_bytes(b"half")
+    toy.write(tmp_path / "ckpt")
+    checkpoints.verify(tmp_path / "ckpt")

@@ -14,6 +14,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import traceback
 
 
@@ -43,11 +44,12 @@ class ForkServer:
     def __init__(self, function):
         module = sys.modules[function.__module__].__file__
         env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (lives as long as the server)
         self._process = subprocess.Popen(
             [sys.executable, __file__, module, function.__name__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=self._errors,
             text=True,
             env=env,
         )
@@ -66,12 +68,18 @@ class ForkServer:
                 return line.removeprefix(word).strip()
         raise EOFError(f"the server ended before it said {word}")
 
+    def errors(self) -> str:
+        """The last that its children have written to stderr."""
+        self._errors.seek(0)
+        return self._errors.read()[-3000:]
+
     def __enter__(self) -> "ForkServer":
         return self
 
     def __exit__(self, *_) -> None:
         self._process.stdin.close()
         self._process.wait()
+        self._errors.close()
 
 
 def _serve(path: str, name: str) -> None:
