@@ -4,9 +4,7 @@ import contextlib
 import dataclasses
 import hashlib
 import os
-import resource
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +20,7 @@ from shardzoo.checkpoints.staging import check_destination
 from shardzoo.checkpoints.store import storage_error
 from shardzoo.checkpoints.writer import CheckpointWriter, place_leaves, stored_bytes
 from shardzoo.convert.interrupt import Interrupt, held_back
+from shardzoo.convert.memory import few_arenas, peak_memory
 from shardzoo.convert.plan import Plan, check_ties, make_plan
 from shardzoo.convert.source import Source, open_source, row_blocks
 from shardzoo.convert.stream import COPIES, Stream
@@ -29,7 +28,7 @@ from shardzoo.errors import InputError
 from shardzoo.progress import Progress
 from shardzoo.zoo.families import config_to_json
 
-BUDGET = 128 << 20  # bytes in flight, unless the caller says otherwise
+BUDGET = 96 << 20  # bytes in flight, unless the caller says otherwise
 LEAST_BUDGET = 16 << 20
 PROBE_BYTES = 32 << 20
 
@@ -122,7 +121,7 @@ def convert(
         src: what to convert.
         dst: where the checkpoint will be.
         family, component, dtype, config, prefix: see `make_plan`.
-        memory_budget: bytes of values in flight (default 128 MiB); peak memory is about this and the interpreter.
+        memory_budget: bytes of values in flight (default 96 MiB); peak memory is about this and the interpreter.
         dry_run: check everything and predict time and memory, but write nothing.
         resume: carry on an interrupted run of the same plan; False starts again.
         overwrite: replace a checkpoint at `dst`, once the new one is whole.
@@ -135,6 +134,7 @@ def convert(
     """
     began = time.perf_counter()
     budget = _checked_budget(memory_budget)
+    few_arenas()
     with held_back() as interrupt, open_source(src) as source:
         plan = make_plan(source, family=family, component=component, dtype=dtype, config=config, prefix=prefix)
         target = Path(os.path.abspath(dst))
@@ -315,11 +315,6 @@ def _report(plan: Plan, **rest: Any) -> Report:
         notes=plan.notes,
         **rest,
     )
-
-
-def peak_memory() -> int:
-    """The most bytes that this process has had resident."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def _predict(source: Source, plan: Plan, target: Path, src: str, budget: int) -> Report:

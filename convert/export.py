@@ -29,8 +29,9 @@ from shardzoo.checkpoints.grid import Grid
 from shardzoo.checkpoints.staging import sync_folder, write_file
 from shardzoo.checkpoints.store import storage_error
 from shardzoo.convert.backwards import OutFile, OutPiece, files_of, index_of
-from shardzoo.convert.convert import BUDGET, LEAST_BUDGET, peak_memory, replacing
+from shardzoo.convert.convert import BUDGET, LEAST_BUDGET, replacing
 from shardzoo.convert.interrupt import Interrupt, held_back
+from shardzoo.convert.memory import few_arenas, peak_memory
 from shardzoo.convert.stream import FileDigest, Stopped
 from shardzoo.errors import InputError, fail_if
 from shardzoo.progress import Progress
@@ -94,7 +95,7 @@ def export(
         dst: the folder to write.
         layout: "transformers", ...; by default, and so far only, the one it was converted from.
         overwrite: replace a folder of weights at `dst` once the new one is whole.
-        memory_budget: bytes of values in flight (default 128 MiB).
+        memory_budget: bytes of values in flight (default 96 MiB).
         progress: told of each block.
 
     Raises:
@@ -107,6 +108,7 @@ def export(
     budget = BUDGET if memory_budget is None else memory_budget
     if budget < LEAST_BUDGET:
         raise InputError(f"memory_budget={budget} is below the {LEAST_BUDGET} bytes that blocks need: raise it")
+    few_arenas()
     files = files_of(checkpoint)
     target = Path(os.path.abspath(dst))
     with contextlib.ExitStack() as stack:

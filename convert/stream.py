@@ -25,7 +25,8 @@ from shardzoo.convert.source import Source, TensorInfo
 from shardzoo.errors import InputError
 from shardzoo.progress import Progress
 
-HASH_BLOCK = 8 << 20
+HASH_BLOCK = 4 << 20
+MOST_READERS = 4
 COPIES = 3  # of a block in flight: mapped source pages, the encoded file, and what malloc keeps of earlier ones
 
 
@@ -148,7 +149,7 @@ class Stream:
             InputError: a source file changed or cannot be read, the storage is full or failed, a cast overflows.
         """
         cpus = max(2, os.cpu_count() or 2)
-        readers = concurrent.futures.ThreadPoolExecutor(min(len(self._source.files), cpus), "read")
+        readers = concurrent.futures.ThreadPoolExecutor(min(len(self._source.files), cpus, MOST_READERS), "read")
         self._writers = concurrent.futures.ThreadPoolExecutor(min(cpus, 8), "write")
         self._failures: list[BaseException] = []
         jobs: list[concurrent.futures.Future] = []
@@ -215,19 +216,29 @@ class Stream:
             self._read_share(piece, block, share, digest)
 
     def _read_share(self, piece: Piece, block: Ranges, share: Part, digest: FileDigest | None) -> None:
-        info = self._source.tensors[piece.source]
         rows, whole, values = take(self._source, piece, share)
+        if digest is not None:
+            self._take_digest(digest, piece.source, rows, whole)
         made = values.size * self._plan.leaves[piece.target].spec.dtype.itemsize
         cost = whole.nbytes + (COPIES - 1) * made
         held = Held(self._budget, cost, lambda: self._source.release(piece.source, rows))
-        try:
-            if digest and info.offset is not None and whole.size:
-                first = rows.start * (info.nbytes // info.shape[0]) if rows else 0
-                digest.feed(info.offset + first, whole.reshape(-1).view(np.uint8).data)
-        except BaseException:
-            held.release()
-            raise
         self._writers.submit(self._guarded, self._write_share, piece, block, share, values, held)
+
+    def _take_digest(self, digest: FileDigest, key: str, rows: slice | None, whole: np.ndarray) -> None:
+        """Feeds the rows to the digest a few MiB at a time; their mapped pages go back until they are written."""
+        info = self._source.tensors[key]
+        if info.offset is None or whole.size == 0:
+            return
+        if rows is None:
+            digest.feed(info.offset, whole.reshape(-1).view(np.uint8).data)
+            return
+        row_bytes = info.nbytes // info.shape[0]
+        step = max(1, HASH_BLOCK // row_bytes)
+        for first in range(rows.start, rows.stop, step):
+            last = min(first + step, rows.stop)
+            part = whole[first - rows.start : last - rows.start]
+            digest.feed(info.offset + first * row_bytes, part.reshape(-1).view(np.uint8).data)
+            self._source.release(key, slice(first, last))
 
     def _write_share(self, piece: Piece, block: Ranges, share: Part, values: np.ndarray, held: Held) -> None:
         try:
