@@ -27,6 +27,7 @@ def strike_again(unraisable: "sys.UnraisableHookArgs") -> None:
     """A hook for errors that Python drops: a Ctrl-C that struck in a finalizer strikes once more a moment later."""
     if unraisable.exc_type is KeyboardInterrupt:
         main = threading.main_thread().ident
-        threading.Timer(0.02, lambda: signal.pthread_kill(main, signal.SIGINT)).start()
+        assert main is not None  # it runs
+        threading.Timer(0.02, signal.pthread_kill, (main, signal.SIGINT)).start()
     else:
         sys.__unraisablehook__(unraisable)
