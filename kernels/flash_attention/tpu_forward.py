@@ -90,27 +90,17 @@ class _Step:
         Where only the end of the array hides keys, its place is known and one tile of keys needs a mask.
         """
         call, blocks = self.call, self.call.blocks
-        chunks, tiles = blocks.kv // blocks.tile_kv, len(self.tiles)
-        if not call.moving_edges:
-            valid = call.size.kv_len - (call.kv_blocks - 1) * blocks.kv
-            chunks = pl.cdiv(valid, blocks.tile_kv)
-            masked = [valid < (c + 1) * blocks.tile_kv for c in range(chunks)]
-            some_tiles, some_chunks = _part(tiles, _EDGE_ROWS // blocks.tile_q), chunks
-        elif call.bias is not None:
-            some_tiles, some_chunks, masked = tiles, chunks, [True] * chunks
-        else:
-            some_tiles = _part(tiles, _EDGE_ROWS // blocks.tile_q)
-            some_chunks = _part(chunks, _EDGE_ROWS // blocks.tile_kv)
-            masked = [True] * some_chunks
-        items = [(t, c, masked[c]) for t in range(some_tiles) for c in range(some_chunks)]
-        rows, keys = some_tiles * blocks.tile_q, some_chunks * blocks.tile_kv
+        tiles, chunks, masked = edge_part(call)
+        items = [(t, c, masked[c]) for t in range(tiles) for c in range(chunks)]
+        rows, keys = tiles * blocks.tile_q, chunks * blocks.tile_kv
 
         def part(a: Scalar, b: Scalar) -> None:
             row, key = self.i * blocks.q + a * rows, self.j * blocks.kv + b * keys
             seen = self.edges.some_visible(row, rows, key, keys) if call.moving_edges else True
-            when(seen)(lambda: self.attend(items, a * some_tiles, b * some_chunks))
+            when(seen)(lambda: self.attend(items, a * tiles, b * chunks))
 
-        loop(tiles // some_tiles, lambda a: loop(chunks // some_chunks, lambda b: part(a, b)))
+        parts = blocks.kv // keys if call.moving_edges else 1
+        loop(blocks.q // rows, lambda a: loop(parts, lambda b: part(a, b)))
 
     def attend(self, items: list[tuple[int, int, bool]], tile: Scalar, chunk: Scalar) -> None:
         """Adds tiles (of queries, of keys, whether masked) to the sums; numbers count from `tile` and `chunk`."""
@@ -175,6 +165,24 @@ class _Step:
             self.lse[:, rows] = jnp.where(some, self.top[t] * LN2 + jnp.log(safe), -jnp.inf)
             out = jnp.where(some, self.sums[t] * (1.0 / safe), 0.0)
             self.out[rows, :] = out.T.astype(self.out.dtype)
+
+
+def edge_part(call: Call) -> tuple[int, int, list[bool]]:
+    """How many tiles of queries and of keys masked code works on in one go, and which of the latter need a mask."""
+    blocks = call.blocks
+    tiles, chunks = blocks.q // blocks.tile_q, blocks.kv // blocks.tile_kv
+    if call.bias is not None:
+        return tiles, chunks, [True] * chunks
+    tiles = _part(tiles, _EDGE_ROWS // blocks.tile_q)
+    if call.moving_edges:
+        chunks = _part(chunks, _EDGE_ROWS // blocks.tile_kv)
+        return tiles, chunks, [True] * chunks
+    valid = call.size.kv_len - (call.kv_blocks - 1) * blocks.kv
+    return (
+        tiles,
+        pl.cdiv(valid, blocks.tile_kv),
+        [valid < (c + 1) * blocks.tile_kv for c in range(pl.cdiv(valid, blocks.tile_kv))],
+    )
 
 
 def _part(whole: int, most: int) -> int:

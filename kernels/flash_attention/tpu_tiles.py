@@ -120,7 +120,7 @@ def line_spec(width: int, index: Callable[..., tuple]) -> pl.BlockSpec:
     return pl.BlockSpec((None, None, 1, width), lanes_last)
 
 
-def column(row: Array, rows: slice | Any) -> Array:
+def column(row: Any, rows: Any) -> Array:
     """Lanes of a (1, n) block as a column (rows, 1)."""
     lanes = row[:, rows]
     return jnp.broadcast_to(lanes, (LANES, lanes.shape[1])).T[:, :1]

@@ -152,7 +152,7 @@ def test_vmap(runner: Runner):
         close(gradient, jax.grad(lambda k: by_hand(k).sum())(K))
 
 
-@runners
+@parametrized([r for r in RUNNERS if r.remat])
 def test_remat_and_scan(runner: Runner):
     """As in a stack of layers: each layer is recomputed in the backward pass."""
 

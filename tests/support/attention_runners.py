@@ -4,25 +4,30 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
-from jax.experimental.pallas import tpu as pltpu
+from tpu_interpreter import interpreted
 
 from shardzoo.kernels.flash_attention import gpu
 
 
 @dataclass(frozen=True)
 class Runner:
-    """`context` makes the implementation runnable here; a case of more than `quick` logits is marked
-    slow. `shard_map` says whether it can run inside one here: Pallas' plain interpreter cannot."""
+    """`context` makes the implementation runnable here; a case of more than `quick` logits is marked slow.
+
+    `shard_map` says whether it can run inside one of eight devices here: Pallas' plain interpreter cannot, and its
+    TPU interpreter waits for all devices at once, which takes as many free threads. `remat` says the same of
+    jax.checkpoint, which does not take the TPU interpreter's callbacks.
+    """
 
     implementation: str
     context: Callable[[], AbstractContextManager]
     quick: int
     shard_map: bool = True
+    remat: bool = True
 
 
 RUNNERS = [
     Runner("reference", nullcontext, 2**25),
     Runner("blockwise", nullcontext, 2**26),
-    Runner("tpu", pltpu.force_tpu_interpret_mode, 2**18),
+    Runner("tpu", interpreted, 2**18, shard_map=False, remat=False),
     Runner("gpu", gpu.interpreted, 2**18, shard_map=False),
 ]
