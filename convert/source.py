@@ -114,6 +114,10 @@ class Source:
         """The weight file with this index."""
         return self._data[file].path
 
+    def is_mapped(self, file: int) -> bool:
+        """Whether tensors of this weight file are views of a memory map, and not fresh arrays."""
+        return self._data[file].strategy == "mmap"
+
     def _find(self, key: str) -> tuple[FileBytes, Stored]:
         if key not in self._stored:
             raise InputError(f"{self.root}: holds no tensor {key!r}")

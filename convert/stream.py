@@ -25,7 +25,7 @@ from shardzoo.convert.source import Source, TensorInfo
 from shardzoo.errors import InputError
 from shardzoo.progress import Progress
 
-HASH_BLOCK = 4 << 20
+HASH_BLOCK = 1 << 20
 MOST_READERS = 4
 COPIES = 3  # of a block in flight: mapped source pages, the encoded file, and what malloc keeps of earlier ones
 
@@ -45,6 +45,7 @@ class FileDigest:
         self._check = check
         self._fd = os.open(path, os.O_RDONLY)
         self._sha256 = hashlib.sha256()
+        self._buffer = memoryview(bytearray(HASH_BLOCK))
         self._at = 0
 
     def feed(self, start: int, data: memoryview) -> None:
@@ -56,14 +57,14 @@ class FileDigest:
             self._at = stop
 
     def skip_to(self, offset: int) -> None:
-        """Reads up to `offset` itself."""
+        """Reads up to `offset` itself, into a buffer that stays in the processor's cache."""
         while self._at < offset:
             self._check()
-            data = os.pread(self._fd, min(HASH_BLOCK, offset - self._at), self._at)
-            if not data:
+            count = os.preadv(self._fd, [self._buffer[: offset - self._at]], self._at)
+            if count == 0:
                 raise InputError(f"{self._path}: ends at byte {self._at}: the file changed while being read")
-            self._sha256.update(data)
-            self._at += len(data)
+            self._sha256.update(self._buffer[:count])
+            self._at += count
 
     def hexdigest(self, size: int) -> str:
         self.skip_to(size)
@@ -225,20 +226,19 @@ class Stream:
         self._writers.submit(self._guarded, self._write_share, piece, block, share, values, held)
 
     def _take_digest(self, digest: FileDigest, key: str, rows: slice | None, whole: np.ndarray) -> None:
-        """Feeds the rows to the digest a few MiB at a time; their mapped pages go back until they are written."""
+        """Takes the digest on to the end of these rows.
+
+        From the rows themselves where they were read into memory; a mapped file is read beside its map, which costs
+        less than faulting its pages in for the digest and again for the writing.
+        """
         info = self._source.tensors[key]
         if info.offset is None or whole.size == 0:
             return
-        if rows is None:
-            digest.feed(info.offset, whole.reshape(-1).view(np.uint8).data)
-            return
-        row_bytes = info.nbytes // info.shape[0]
-        step = max(1, HASH_BLOCK // row_bytes)
-        for first in range(rows.start, rows.stop, step):
-            last = min(first + step, rows.stop)
-            part = whole[first - rows.start : last - rows.start]
-            digest.feed(info.offset + first * row_bytes, part.reshape(-1).view(np.uint8).data)
-            self._source.release(key, slice(first, last))
+        start = info.offset + (rows.start * (info.nbytes // info.shape[0]) if rows else 0)
+        if self._source.is_mapped(info.file):
+            digest.skip_to(start + whole.nbytes)
+        else:
+            digest.feed(start, whole.reshape(-1).view(np.uint8).data)
 
     def _write_share(self, piece: Piece, block: Ranges, share: Part, values: np.ndarray, held: Held) -> None:
         try:
