@@ -6,7 +6,7 @@ dynamic: waits for memory, and a matrix unit that is fed faster than it takes op
 128 x 128 x 128 takes 32 cycles of the four units together, so 2 products a pair cannot take under 3.91 cycles for
 1,000 pairs on hardware, whatever the schedule says; the backward pass's 5 products cannot take under 9.77).
 
-Import this module before jax touches a backend: it tells the compiler where to write.
+Import this module before anything is compiled for a TPU: it tells the compiler where to write.
 """
 
 import glob
@@ -18,7 +18,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 DUMP = tempfile.mkdtemp(prefix="tpu_static_")
-os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 os.environ["LIBTPU_INIT_ARGS"] = " ".join(
@@ -29,6 +28,8 @@ import jax  # noqa: E402
 import numpy as np  # noqa: E402
 from jax.experimental import topologies  # noqa: E402
 from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
+
+jax.config.update("jax_platforms", "cpu")
 
 # A stretch without matrix work that is skipped at times and longer than this is taken to run once a row of the grid
 # (it sets up or finishes a block of rows); a shorter one (starting a copy, waiting for it) on every step.
@@ -124,7 +125,7 @@ def _skipped(bundles: list[tuple[str, int, str]], first: int, last: int) -> list
     """The stretches that a forward branch of the grid loop jumps over, outermost ones only."""
     found, at = [], first
     while at <= last:
-        tag, depth, text = bundles[at]
+        _, depth, text = bundles[at]
         at += 1
         if depth != 1 or "sbr.rel" not in text:
             continue

@@ -44,7 +44,7 @@ _NARROW: dict[Pass, Blocks] = {
 }
 _WIDE: dict[Pass, Blocks] = {
     "forward": Blocks(q=2048, kv=2048, tile_q=256, tile_kv=256, ahead=4),
-    "backward": Blocks(q=1024, kv=1024, tile_q=256, tile_kv=256),
+    "backward": Blocks(q=2048, kv=1024, tile_q=256, tile_kv=256),
     "bias": Blocks(q=512, kv=512, tile_q=512, tile_kv=512),
 }
 
@@ -64,8 +64,11 @@ def preset(step: Pass, size: Sizes, itemsize: int, with_bias: bool) -> Blocks:
     if with_bias:
         # A block of the bias lies in VMEM twice, in float32 or bfloat16.
         blocks = replace(blocks, q=min(blocks.q, 512), kv=min(blocks.kv, 1024))
-    shrink = max(1, itemsize * max(size.head_dim, LANES) // (2 * LANES))
-    return replace(blocks, q=max(256, blocks.q // shrink), kv=max(256, blocks.kv // shrink))
+    # Rows of more than 128 lanes of 2 bytes make fewer a block, later where the compiler gives a kernel more VMEM.
+    wider = itemsize * round_up(size.head_dim, LANES) // (2 * LANES)
+    spread = 1 if step == "forward" and not wide else 2
+    q = blocks.q // (wider if step == "backward" else max(1, wider // spread))
+    return replace(blocks, q=max(256, q), kv=max(256, blocks.kv // max(1, wider // spread)))
 
 
 def fitted(blocks: Blocks, q_len: int, kv_len: int) -> Blocks:

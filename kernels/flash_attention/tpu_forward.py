@@ -39,8 +39,10 @@ from shardzoo.kernels.flash_attention.tpu_tiles import (
     without_rows_from,
 )
 
-# Rows of queries and of keys that masked code works on between two branches: enough to keep the units busy.
+# Rows of queries and of keys that masked code works on between two branches: enough to keep the units busy, few
+# enough to leave out much of a block that a band cuts through. Where only the array's end hides keys, nothing is.
 _EDGE_ROWS = 512
+_TAIL_ROWS = 1024
 
 
 class _Step:
@@ -173,16 +175,12 @@ def edge_part(call: Call) -> tuple[int, int, list[bool]]:
     tiles, chunks = blocks.q // blocks.tile_q, blocks.kv // blocks.tile_kv
     if call.bias is not None:
         return tiles, chunks, [True] * chunks
-    tiles = _part(tiles, _EDGE_ROWS // blocks.tile_q)
     if call.moving_edges:
         chunks = _part(chunks, _EDGE_ROWS // blocks.tile_kv)
-        return tiles, chunks, [True] * chunks
+        return _part(tiles, _EDGE_ROWS // blocks.tile_q), chunks, [True] * chunks
     valid = call.size.kv_len - (call.kv_blocks - 1) * blocks.kv
-    return (
-        tiles,
-        pl.cdiv(valid, blocks.tile_kv),
-        [valid < (c + 1) * blocks.tile_kv for c in range(pl.cdiv(valid, blocks.tile_kv))],
-    )
+    ends = [(c + 1) * blocks.tile_kv for c in range(pl.cdiv(valid, blocks.tile_kv))]
+    return _part(tiles, _TAIL_ROWS // blocks.tile_q), len(ends), [valid < end for end in ends]
 
 
 def _part(whole: int, most: int) -> int:
