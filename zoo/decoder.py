@@ -194,17 +194,17 @@ class Block(eqx.Module):
         return cls(attn_norm=norm(), attn=Attention.declare(c), mlp_norm=norm(), mlp=Mlp.declare(c))
 
     def project(
-        self, x: Float[Array, "batch seq embed"], turn: Rotary, residual: Residual = WHOLE_STREAM
-    ) -> tuple[Float[Array, "batch all_seq heads head_dim"], Float[Array, "batch all_seq two kv_heads head_dim"]]:
+        self, x: Float[Array, "batch part_seq embed"], turn: Rotary, residual: Residual = WHOLE_STREAM
+    ) -> tuple[Float[Array, "batch seq heads head_dim"], Float[Array, "batch seq two kv_heads head_dim"]]:
         """Queries, and keys and values, from the stream."""
         return self.attn.project(gather_residual(self.attn_norm(x), residual), turn)
 
     def finish(
         self,
-        x: Float[Array, "batch seq embed"],
-        attended: Float[Array, "batch all_seq heads head_dim"],
+        x: Float[Array, "batch part_seq embed"],
+        attended: Float[Array, "batch seq heads head_dim"],
         residual: Residual = WHOLE_STREAM,
-    ) -> Float[Array, "batch seq embed"]:
+    ) -> Float[Array, "batch part_seq embed"]:
         """The stream after this block, from what the queries got."""
         x = x + self.attn.out(attended, residual)
         return x + self.mlp(gather_residual(self.mlp_norm(x), residual), residual)
@@ -233,8 +233,8 @@ class Decoder(eqx.Module):
         )
 
     def logits(
-        self, x: Float[Array, "batch seq embed"], residual: Residual = WHOLE_STREAM
-    ) -> Float[Array, "batch all_seq vocab"]:
+        self, x: Float[Array, "batch part_seq embed"], residual: Residual = WHOLE_STREAM
+    ) -> Float[Array, "batch seq vocab"]:
         """Logits of this device's part of the vocabulary, from the normed stream."""
         return (self.embed if self.head is None else self.head).logits(gather_residual(x, residual))
 
@@ -316,7 +316,14 @@ def forward(
     check_mesh(declared, mesh, "decoder.forward")
     states = tuple(range(declared.config.layers + 1)) if hidden_states is True else hidden_states or None
     _check_states(declared.config, states, logits)
-    run = Run(residual=residual, remat=remat, dtype=dtype, hidden_states=states, logits=logits, in_place=in_place)
+    run = Run(
+        residual=residual,
+        remat=remat,
+        dtype=None if dtype is None else jnp.dtype(dtype),
+        hidden_states=states,
+        logits=logits,
+        in_place=in_place,
+    )
     stream = P(DATA, CONTEXT) if residual == "whole" else P(DATA, (CONTEXT, *TP))
     out_specs = (P(DATA, CONTEXT, TP) if logits else None, None if states is None else P(None, *stream))
     sequence = {"tokens": P(DATA, CONTEXT), "mask": P(DATA, CONTEXT), "positions": P(DATA, CONTEXT), "lengths": P(DATA)}

@@ -219,7 +219,8 @@ class _Programs:
 
     def __init__(self, declared: Decoder, mesh: Mesh | AbstractMesh, dtype: Any):
         check_mesh(declared, mesh, "generate")
-        self.declared, self.mesh, self.dtype = declared, mesh, dtype
+        self.declared, self.mesh = declared, mesh
+        self.dtype = None if dtype is None else jnp.dtype(dtype)
 
     def _shard(self, f: Callable, inputs: tuple, **options: Any) -> Callable:
         f = functools.partial(f, declared=self.declared, dtype=self.dtype, **options)
