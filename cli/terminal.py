@@ -18,6 +18,7 @@ from rich.table import Table
 from shardzoo.progress import Progress
 
 BAR_AFTER = 1.0  # seconds of work before a bar is worth its flicker
+WIDE = 120  # columns that leave room for the name of what is worked on
 PIPED_WIDTH = 10_000  # columns: no line of a piped table is folded
 
 
@@ -86,14 +87,15 @@ def progress_bar(title: str) -> Iterator[Progress | None]:
     if not console.is_terminal:
         yield None
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True))
-    bar = Bar(*columns, TransferSpeedColumn(), TimeRemainingColumn(), console=console, transient=True)
-    begin, task = time.monotonic(), bar.add_task(title, start=True, total=None)
+    columns = [TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn()]
+    columns += [TimeRemainingColumn(), TextColumn("{task.fields[what]}")][: 2 if console.width >= WIDE else 1]
+    bar = Bar(*columns, console=console, transient=True)
+    begin, task = time.monotonic(), bar.add_task(title, start=True, total=None, what="")
 
     def update(done: int, total: int, what: str, /) -> None:
         if time.monotonic() - begin > BAR_AFTER:
             bar.start()
-        bar.update(task, completed=done, total=total, description=f"{title} {what[-40:]:40}")
+        bar.update(task, completed=done, total=total, what=what)
 
     try:
         yield update

@@ -46,16 +46,17 @@ def test_no_bar_for_quick_work_on_a_terminal(monkeypatch):
     assert "working" not in screen.getvalue()
 
 
-def test_bar_on_a_terminal_says_how_far_and_what(monkeypatch):
+@pytest.mark.parametrize(("columns", "named"), [("200", True), ("80", False)])
+def test_bar_on_a_terminal_says_how_far_and_where_there_is_room_what(columns, named, monkeypatch):
     screen = Screen()
     monkeypatch.setattr(sys, "stderr", screen)
     monkeypatch.setattr(terminal, "BAR_AFTER", 0.0)
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("COLUMNS", columns)
     with terminal.progress_bar("working") as progress:
         progress(512, 1024, "blocks.attn.q.weight")
-    assert "working blocks.attn.q.weight" in screen.getvalue()
-    assert "0.5/1.0 KiB" in screen.getvalue()
+    assert "working" in screen.getvalue() and "0.5/1.0 KiB" in screen.getvalue()
+    assert ("blocks.attn.q.weight" in screen.getvalue()) == named
 
 
 @pytest.mark.parametrize(
