@@ -87,7 +87,7 @@ def read_bytes() -> int:
         return int(f.readline().split()[1])
 
 
-def save_both(folder: Path, saved_on: dict, mib: int) -> None:
+def save_all(folder: Path, saved_on: dict, mib: int, engines: list) -> None:
     from orbax.checkpoint import v1 as ocp
 
     from shardzoo import checkpoints
@@ -97,7 +97,8 @@ def save_both(folder: Path, saved_on: dict, mib: int) -> None:
     model = model_on(declared, make_mesh(**saved_on))
     header = checkpoints.ManifestHeader(family="benchmark", config={})
     checkpoints.save(folder / "ours", model, declared, header=header)
-    ocp.save(folder / "orbax", model)
+    if "orbax" in engines:
+        ocp.save(folder / "orbax", model)
 
 
 def restore_once(folder: Path, engine: str, degrees: dict, mib: int) -> dict:
@@ -132,7 +133,7 @@ def worker(job: dict) -> None:
 
     if job["processes"] > 1:
         distributed.initialize(job["coordinator"], job["processes"], job["process"], timeout=120)
-    call = {"save": save_both, "restore": restore_once}[job["call"]]
+    call = {"save": save_all, "restore": restore_once}[job["call"]]
     print("RESULT " + json.dumps(call(Path(job["folder"]), **job["arguments"])), flush=True)
 
 
@@ -176,20 +177,27 @@ def drop_cache(folder: Path) -> None:
             os.close(handle)
 
 
-def measure(folder: Path, degrees: dict, processes: int, rounds: int, mib: int) -> dict:
-    times: dict[str, list[float]] = {"ours": [], "orbax": []}
-    cpu: dict[str, list[float]] = {"ours": [], "orbax": []}
-    worst: dict[str, float] = {"ours": 0.0, "orbax": 0.0}
-    for turn in range(rounds):
-        for engine in ("ours", "orbax") if turn % 2 == 0 else ("orbax", "ours"):
+def measure(folder: Path, degrees: dict, processes: int, args: argparse.Namespace) -> dict:
+    times: dict[str, list[float]] = {engine: [] for engine in args.engines}
+    cpu: dict[str, list[float]] = {engine: [] for engine in args.engines}
+    worst = dict.fromkeys(args.engines, 0.0)
+    for turn in range(args.rounds):
+        for engine in args.engines[:: 1 if turn % 2 == 0 else -1]:
             drop_cache(folder)
-            results = launch("restore", folder, {"engine": engine, "degrees": degrees, "mib": mib}, processes)
+            results = launch("restore", folder, {"engine": engine, "degrees": degrees, "mib": args.mib}, processes)
             times[engine].append(max(r["seconds"] for r in results))
             cpu[engine].append(sum(r["cpu"] for r in results))
             worst[engine] = max(worst[engine], *(r["read"] / r["held"] for r in results))
     middle = {engine: statistics.median(times[engine]) for engine in times}
     busy = {engine: statistics.median(cpu[engine]) for engine in cpu}
     return {"worst": worst, "seconds": middle, "cpu": busy}
+
+
+def columns(m: dict) -> list[str]:
+    """The measured values of one row, and ours over Orbax's where both ran."""
+    shown = [f"{v:15.3f}" for part in (m["worst"], m["seconds"], m["cpu"]) for v in part.values()]
+    t = m["seconds"]
+    return [*shown, f"{t['ours'] / t['orbax']:15.2f}"] if len(t) == 2 else shown
 
 
 def name(degrees: dict) -> str:
@@ -202,6 +210,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--pairs", type=int, nargs="+", default=range(len(PAIRS)))
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--engines", nargs="+", default=["ours", "orbax"], choices=["ours", "orbax"])
     parser.add_argument("--dir", type=Path, default=None, help="where to write; a folder on the disk to measure")
     parser.add_argument("--worker")
     args = parser.parse_args()
@@ -209,19 +218,17 @@ def main() -> None:
         worker(json.loads(args.worker))
         return
     root = Path(tempfile.mkdtemp(prefix="restore-benchmark-", dir=args.dir))
-    print(f"{'saved on':>20} {'restored on':>28} processes  read/held (orbax)   ours s  orbax s  ratio  CPU ratio")
+    heads = [f"{what} {e}" for what in ("read/held", "seconds", "CPU s") for e in args.engines]
+    print(f"{'saved on':>20} {'restored on':>28} processes", *(f"{h:>15}" for h in heads), "  seconds ratio")
     try:
         for pair in args.pairs:
             saved_on, degrees = PAIRS[pair]
             folder = root / f"pair{pair}"
             folder.mkdir()
-            launch("save", folder, {"saved_on": saved_on, "mib": args.mib}, 1)
+            launch("save", folder, {"saved_on": saved_on, "mib": args.mib, "engines": args.engines}, 1)
             for processes in args.processes:
-                m = measure(folder, degrees, processes, args.rounds, args.mib)
-                t, c = m["seconds"], m["cpu"]
-                print(f"{name(saved_on):>20} {name(degrees):>28} {processes:9}  {m['worst']['ours']:9.3f} "
-                      f"({m['worst']['orbax']:.3f})  {t['ours']:7.2f}  {t['orbax']:7.2f}  {t['ours'] / t['orbax']:5.2f}"
-                      f"  {c['ours'] / c['orbax']:9.2f}", flush=True)  # fmt: skip
+                m = measure(folder, degrees, processes, args)
+                print(f"{name(saved_on):>20} {name(degrees):>28} {processes:9}", *columns(m), flush=True)
             shutil.rmtree(folder)
     finally:
         shutil.rmtree(root, ignore_errors=True)

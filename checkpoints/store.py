@@ -21,7 +21,11 @@ IN_FLIGHT = 32  # system calls on files at a time
 
 
 def context(*, sync: bool = True) -> ts.Context:
-    """TensorStore resources of one job: bounded concurrency, no cache; `sync` flushes each file to the device."""
+    """TensorStore resources of one job: bounded concurrency, no cache; `sync` flushes each file to the device.
+
+    Files are read by system calls: mapped, they cost half the CPU time, but the kernel's read-ahead takes 7.8 times the
+    bytes of a shard whose chunks lie apart, and a file cut short under the reader ends the process.
+    """
     return ts.Context(
         {
             "file_io_concurrency": {"limit": IN_FLIGHT},
