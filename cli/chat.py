@@ -74,8 +74,11 @@ def read_text_assets(assets: Mapping[str, Path], origin: str) -> Text:
             f"{origin}: no tokenizer.json among the files it carries ({', '.join(sorted(files)) or 'none'}):"
             " convert again from a folder that holds tokenizer.json beside the weights"
         )
-    # Read as JSON first: what the library raises on a broken file cannot be told from its other errors.
-    tokenizer = tokenizers.Tokenizer.from_str(json.dumps(_json(files, "tokenizer.json", origin)))
+    # Looked at first: what the library raises on a broken file cannot be told from its other errors.
+    described = _json(files, "tokenizer.json", origin)
+    if not isinstance(described.get("model"), dict):
+        raise InputError(f"{origin}: tokenizer.json has no model: convert again from a whole folder")
+    tokenizer = tokenizers.Tokenizer.from_str(json.dumps(described))
     settings = _json(files, "tokenizer_config.json", origin)
     special = {name: _token_text(settings[name]) for name in SPECIAL if settings.get(name) is not None}
     template = _template(files, settings, origin)
@@ -92,10 +95,21 @@ def _need_packages() -> None:
 def _json(files: Mapping[str, Path], name: str, origin: str) -> dict[str, Any]:
     if name not in files:
         return {}
+    text = _text(files, name, origin)
     try:
-        return json.loads(files[name].read_text(encoding="utf-8"))
+        found = json.loads(text)
     except ValueError as error:
         raise InputError(f"{origin}: {name} is not JSON ({error}): convert again from a whole folder") from error
+    if not isinstance(found, dict):
+        raise InputError(f"{origin}: {name} holds a {type(found).__name__}, not an object: convert again")
+    return found
+
+
+def _text(files: Mapping[str, Path], name: str, origin: str) -> str:
+    try:
+        return files[name].read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{origin}: {name} is not UTF-8 ({error}): convert again from a whole folder") from error
 
 
 def _token_text(token: str | Mapping[str, Any]) -> str:
@@ -105,7 +119,7 @@ def _token_text(token: str | Mapping[str, Any]) -> str:
 def _template(files: Mapping[str, Path], settings: Mapping[str, Any], origin: str) -> str | None:
     """The template in a file of its own, as newer folders have it, before the one in the tokenizer's settings."""
     if "chat_template.jinja" in files:
-        return files["chat_template.jinja"].read_text(encoding="utf-8")
+        return _text(files, "chat_template.jinja", origin)
     found = _json(files, "chat_template.json", origin).get("chat_template") or settings.get("chat_template")
     if isinstance(found, list):  # several, by name
         return {entry["name"]: entry["template"] for entry in found}.get("default")

@@ -105,9 +105,21 @@ def test_a_missing_tokenizer_is_named_with_what_is_there(tmp_path):
         read_text_assets({"config.json": tmp_path / "config.json"}, "ckpt")
 
 
-def test_a_file_that_is_not_json_is_named(assets):
-    files = assets(tokenizer_config__json="{broken")
-    with pytest.raises(InputError, match=r"tokenizer_config\.json is not JSON"):
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("tokenizer_config.json", b"{broken", "is not JSON"),
+        ("tokenizer_config.json", b"[1]", "holds a list"),
+        ("generation_config.json", b"\xff", "is not UTF-8"),
+        ("chat_template.jinja", b"\xff", "is not UTF-8"),
+        ("tokenizer.json", b"{}", "has no model"),
+        ("tokenizer.json", b"\xff\xfe", "is not UTF-8"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_named(name, content, problem, assets):
+    files = assets(**{name.replace(".", "__"): ""})
+    files[name].write_bytes(content)
+    with pytest.raises(InputError, match=f"ckpt: {name} {problem}"):
         read_text_assets(files, "ckpt")
 
 
