@@ -86,6 +86,11 @@ Budget = Annotated[
     ),
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace DST, once the new one is whole.")]
+Variant = Annotated[str | None, typer.Option(help="Which of several twin weight files, e.g. fp16.", show_default=False)]
+Select = Annotated[
+    str | None,
+    typer.Option(help="Which dict of a PyTorch file that holds several, e.g. ema or state/model.", show_default=False),
+]
 MESH_HELP = "How to split: data, pipe, context, tensor, e.g. context=2,tensor=4."
 
 
@@ -125,6 +130,8 @@ def convert(
         str | None,
         typer.Option(help="A prefix of all keys to take off, if it is not a usual one.", show_default=False),
     ] = None,
+    variant: Variant = None,
+    select: Select = None,
     dtype: Annotated[
         Any,
         typer.Option(parser=options.parse_dtype, metavar="DTYPE", help="Store floats as float32, bfloat16 or float16."),
@@ -149,6 +156,8 @@ def convert(
         component=component,
         config=config,
         prefix=prefix,
+        variant=variant,
+        select=select,
         dtype=dtype and dtype.name,
         memory_budget=memory_budget,
         dry_run=dry_run,
@@ -205,10 +214,12 @@ def verify(
         typer.Argument(metavar="SRC", help="The source it was converted from.", show_default=False),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Without SRC: names, sizes and metadata only.")] = False,
+    variant: Variant = None,
+    select: Select = None,
     json: Json = False,
 ) -> None:
     """Check every byte of a checkpoint against its digests and, with SRC, every tensor against its source."""
-    _commands().verify(checkpoint, source, quick=quick, json=json)
+    _commands().verify(checkpoint, source, quick=quick, variant=variant, select=select, json=json)
 
 
 @app.command(epilog=EPILOG)

@@ -33,13 +33,14 @@ def convert(source: str, destination: Path, *, dry_run: bool, json: bool, **opti
     _say_report(report, reports.conversion_lines, json)
 
 
-def verify(checkpoint: Path, source: str | None, *, quick: bool, json: bool) -> None:
+def verify(checkpoint: Path, source: str | None, *, quick: bool, json: bool, **options: Any) -> None:
     """Verifies and prints the report."""
     with uninterrupted():
         from shardzoo.convert import verify as verification
 
     with progress_bar("verifying") as progress:
-        report = verification.verify(checkpoint, source, level="quick" if quick else "full", progress=progress)
+        level = "quick" if quick else "full"
+        report = verification.verify(checkpoint, source, level=level, progress=progress, **options)
     _say_report(report, reports.verification_lines, json)
 
 

@@ -86,13 +86,15 @@ def plan_conversion(
     dtype: str | None = None,
     config: str | Path | None = None,
     prefix: str | None = None,
+    variant: str | None = None,
+    select: str | None = None,
 ) -> Plan:
     """What `convert` with these arguments would write; reads headers only.
 
     Raises:
         InputError: everything about the source that stands in the way, in one message.
     """
-    with open_source(src) as source:
+    with open_source(src, variant=variant, select=select) as source:
         return make_plan(source, family=family, component=component, dtype=dtype, config=config, prefix=prefix)
 
 
@@ -105,6 +107,8 @@ def convert(
     dtype: str | None = None,
     config: str | Path | None = None,
     prefix: str | None = None,
+    variant: str | None = None,
+    select: str | None = None,
     memory_budget: int | None = None,
     dry_run: bool = False,
     resume: bool = True,
@@ -121,6 +125,7 @@ def convert(
         src: what to convert.
         dst: where the checkpoint will be.
         family, component, dtype, config, prefix: see `make_plan`.
+        variant, select: see `open_source`.
         memory_budget: bytes of values in flight (default 96 MiB); peak memory is about this and the interpreter.
         dry_run: check everything and predict time and memory, but write nothing.
         resume: carry on an interrupted run of the same plan; False starts again.
@@ -135,7 +140,7 @@ def convert(
     began = time.perf_counter()
     budget = _checked_budget(memory_budget)
     few_arenas()
-    with held_back() as interrupt, open_source(src) as source:
+    with held_back() as interrupt, open_source(src, variant=variant, select=select) as source:
         plan = make_plan(source, family=family, component=component, dtype=dtype, config=config, prefix=prefix)
         target = Path(os.path.abspath(dst))
         if not overwrite or not _is_checkpoint(target):
@@ -269,7 +274,9 @@ def _identity(source: Source, plan: Plan, assets: dict[str, Path | bytes]) -> st
     """What an interrupted run must have in common with this one to be carried on."""
     digest = hashlib.sha256(plan.digest().encode())
     for file in source.files:
-        digest.update(repr((file.path, file.size, file.mtime_ns, hashlib.sha256(file.header).hexdigest())).encode())
+        digest.update(
+            repr((file.path, file.wrapper, file.size, file.mtime_ns, hashlib.sha256(file.header).hexdigest())).encode()
+        )
     for name, content in sorted(assets.items()):
         data = content if isinstance(content, bytes) else content.read_bytes()
         digest.update(repr((name, hashlib.sha256(data).hexdigest())).encode())

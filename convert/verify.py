@@ -98,6 +98,8 @@ def verify(
     src: str | Path | None = None,
     *,
     level: str = "full",
+    variant: str | None = None,
+    select: str | None = None,
     progress: Progress | None = None,
 ) -> Report:
     """Checks a checkpoint against its manifest, or with `src` against the files it was converted from.
@@ -109,12 +111,13 @@ def verify(
         ckpt: the checkpoint.
         src: the source, wherever it is now.
         level: without `src`: "quick" (files and metadata) or "full" (every value against its checksums).
+        variant, select: of `src`, see `open_source`.
         progress: told of each block.
 
     Raises:
         InputError: every damaged file or tensor that differs, by name, in one message.
     """
-    report = compare(ckpt, src, level=level, progress=progress)
+    report = compare(ckpt, src, level=level, variant=variant, select=select, progress=progress)
     lines = [tensor.line() for tensor in report.tensors if not tensor.equal]
     if len(lines) > MOST_NAMED:
         lines[MOST_NAMED:] = [f"and {len(lines) - MOST_NAMED} more tensors"]
@@ -127,6 +130,8 @@ def compare(
     src: str | Path | None = None,
     *,
     level: str = "full",
+    variant: str | None = None,
+    select: str | None = None,
     progress: Progress | None = None,
 ) -> Report:
     """As `verify`, but differences from the source are in the report and raise nothing."""
@@ -137,7 +142,7 @@ def compare(
     checked = checkpoints.verify(ckpt, "quick" if src is not None else level, progress=told.more)
     tensors: tuple[TensorReport, ...] = ()
     if src is not None:
-        with open_source(src) as source:
+        with open_source(src, variant=variant, select=select) as source:
             tensors = _Comparison(checkpoint, source, progress).run()
     return Report(
         checkpoint=str(ckpt),

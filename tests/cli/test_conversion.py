@@ -3,12 +3,14 @@
 import filecmp
 import json
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
 
 import pytest
 import tiny_llama
+import torch
 from command_line import Ended, invoke, run, start
 
 
@@ -98,6 +100,31 @@ def test_a_hub_that_cannot_be_reached(tmp_path):
     refused(invoke("convert", "hf://owner/name", tmp_path / "ckpt"), "hf://owner/name", "HF_HUB_OFFLINE")
     refused(invoke("audit", "hf://owner/name", "--mesh", "one"), "hf://owner/name")
     refused(invoke("convert", "hf://owner", tmp_path / "ckpt"), "hf://owner/name[@revision][/folder]")
+
+
+def test_one_of_several_dicts_in_a_file_is_selected(tmp_path):
+    """Both dicts have the same keys and shapes: only the choice tells which values are meant."""
+    source = tiny_llama.write(tmp_path / "source")
+    dicts = {name: tiny_llama.tensors(seed) for seed, name in enumerate(("ema", "state"))}
+    as_torch = {
+        name: {key: torch.from_numpy(value.astype("float32")) for key, value in weights.items()}
+        for name, weights in dicts.items()
+    }
+    (source / "model.safetensors").unlink()
+    torch.save(as_torch, source / "pytorch_model.bin")
+    refused(invoke("convert", source, tmp_path / "ckpt", "--select", "none"), "select='none'")
+    for name in dicts:
+        assert invoke("convert", source, tmp_path / name, "--select", name).status == 0
+        assert invoke("verify", tmp_path / name, source, "--select", name).status == 0
+    refused(invoke("verify", tmp_path / "ema", source, "--select", "state"), "differs from")
+
+
+def test_one_of_several_variants_is_chosen(source, tmp_path):
+    shutil.copy(source / "model.safetensors", source / "model.bf16.safetensors")
+    (source / "model.safetensors").rename(source / "model.fp16.safetensors")
+    refused(invoke("convert", source, tmp_path / "ckpt"), "fp16", "variant=")
+    assert invoke("convert", source, tmp_path / "ckpt", "--variant", "fp16").status == 0
+    assert invoke("verify", tmp_path / "ckpt", source, "--variant", "fp16").status == 0
 
 
 def test_every_misfit_in_one_message(tmp_path):
