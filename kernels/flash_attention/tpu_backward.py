@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 
 from shardzoo.kernels.flash_attention.options import Extras, out_struct
 from shardzoo.kernels.flash_attention.tpu_blocks import Call, Edges, Scalar, Truth, scalars
-from shardzoo.kernels.flash_attention.tpu_forward import cost
+from shardzoo.kernels.flash_attention.tpu_forward import cost, row_bytes
 from shardzoo.kernels.flash_attention.tpu_tiles import (
     LOG2E,
     NOWHERE,
@@ -304,6 +304,8 @@ def run(
         arrays.append(extras.bias)
     tiles, chunks, wide = blocks.q // blocks.tile_q, blocks.kv // blocks.tile_kv, size.head_dim
     kept = resident(call)
+    like_q, like_k = row_bytes(call, q.dtype.itemsize)
+    stored_bytes = 0 if kept else 8 * size.batch * size.heads * size.q_len * size.head_dim
     stored = (1 if kept else size.batch * size.kv_heads * visits, tiles, wide, blocks.tile_q)
     kv_shape = kernel_shape(call, size.kv_len, size.kv_heads)
     dq, dk, dv, _ = pl.pallas_call(
@@ -334,7 +336,7 @@ def run(
             out_struct(stored, jnp.float32, q),
         ],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary")),
-        cost_estimate=cost(call, q.dtype.itemsize, products=5, rows=4),
+        cost_estimate=cost(call, 5, 4 * like_k + like_q + call.kv_blocks * (2 * like_q + stored_bytes)),
         name="attention_backward",
     )(scalars(call, extras), *arrays)
     dq = from_kernel(dq, size.heads, call.packed)

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 from shardzoo.kernels.flash_attention.options import Extras, out_struct
 from shardzoo.kernels.flash_attention.tpu_backward import softmax_gradient
 from shardzoo.kernels.flash_attention.tpu_blocks import Call, Edges, Scalar, scalars
-from shardzoo.kernels.flash_attention.tpu_forward import cost
+from shardzoo.kernels.flash_attention.tpu_forward import cost, row_bytes
 from shardzoo.kernels.flash_attention.tpu_tiles import (
     dot,
     finish_logits,
@@ -99,6 +99,8 @@ def run(
     if call.segments:
         specs += [line_spec(blocks.q, ids_at(q_at)), line_spec(blocks.kv, ids_at(kv_at))]
         arrays += [x.astype(jnp.int32)[:, None, None, :] for x in (extras.q_segment_ids, extras.kv_segment_ids)]
+    like_q, like_k = row_bytes(call, q.dtype.itemsize)
+    bias_bytes = 2 * extras.bias.size * extras.bias.dtype.itemsize
     shared = size.batch // batch * (size.heads // heads)
     return pl.pallas_call(
         functools.partial(_kernel, call=call),
@@ -113,6 +115,6 @@ def run(
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "parallel", "parallel", "arbitrary")
         ),
-        cost_estimate=cost(call, q.dtype.itemsize, products=2, rows=2),
+        cost_estimate=cost(call, 2, 2 * (call.kv_blocks * like_q + call.q_blocks * size.group * like_k) + bias_bytes),
         name="attention_bias_gradient",
     )(scalars(call, extras), *arrays)

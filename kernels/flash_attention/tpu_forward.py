@@ -9,12 +9,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
 from shardzoo.kernels.flash_attention.options import Extras, accumulator, out_struct
-from shardzoo.kernels.flash_attention.tpu_blocks import LANES, Call, Edges, Scalar, scalars
+from shardzoo.kernels.flash_attention.tpu_blocks import Call, Edges, Scalar, scalars
 from shardzoo.kernels.flash_attention.tpu_tiles import (
     LN2,
     LOWEST,
@@ -227,6 +228,7 @@ def run(
         specs.append(pl.BlockSpec((None, None, blocks.q, blocks.kv), bias_at))
         arrays.append(extras.bias)
     tiles, wide = blocks.q // blocks.tile_q, blocks.tile_q
+    like_q, like_k = row_bytes(call, q.dtype.itemsize)
     out, lse = pl.pallas_call(
         functools.partial(_kernel, call=call),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -246,7 +248,7 @@ def run(
             out_struct((size.batch, size.heads, 1, size.q_len), accumulator(q.dtype), q),
         ],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")),
-        cost_estimate=cost(call, q.dtype.itemsize),
+        cost_estimate=cost(call, 2, 2 * like_q + 2 * call.q_blocks * size.group * like_k),
         name="attention_forward",
     )(scalars(call, extras), *arrays)
     return from_kernel(out, size.heads, call.packed), lse[:, :, 0]
@@ -261,13 +263,19 @@ def _near(call: Call, numbers: Any, b: Scalar, i: Scalar, j: Scalar) -> Scalar:
     return jnp.clip(jnp.clip(j, first, jnp.maximum(stop - 1, first)), 0, call.kv_blocks - 1)
 
 
-def cost(call: Call, itemsize: int, products: int = 2, rows: int = 2) -> pl.CostEstimate:
-    """What a pass costs: `products` matrix products over the pairs of a static band, `rows` arrays of each kind."""
+def cost(call: Call, products: int, moved: int) -> pl.CostEstimate:
+    """What a pass costs: `products` matrix products over the pairs that a band leaves, `moved` bytes of traffic."""
     size, options = call.size, call.options
-    share = 0.5 if options.after is not None and options.before is None and size.q_len > LANES else 1.0
-    if options.before is not None:
-        share = min(1.0, (options.before + 1 + (options.after or 0)) / size.kv_len)
-    pairs = int(size.batch * size.heads * size.q_len * size.kv_len * share)
-    row_bytes = size.batch * size.head_dim * itemsize
-    moved = rows * row_bytes * (size.heads * size.q_len + call.q_blocks * size.kv_heads * size.group * size.kv_len)
+    offset = size.kv_len - size.q_len if options.q_offset is None else options.q_offset
+    at = np.arange(size.q_len) + offset
+    first = np.zeros_like(at) if options.before is None else np.clip(at - options.before, 0, size.kv_len)
+    stop = np.full_like(at, size.kv_len) if options.after is None else np.clip(at + options.after + 1, 0, size.kv_len)
+    pairs = size.batch * size.heads * int(np.maximum(stop - first, 0).sum())
     return pl.CostEstimate(flops=2 * products * pairs * size.head_dim, transcendentals=pairs, bytes_accessed=moved)
+
+
+def row_bytes(call: Call, itemsize: int) -> tuple[int, int]:
+    """The size of an array like q and of one like k."""
+    size = call.size
+    row = size.batch * size.head_dim * itemsize
+    return row * size.heads * size.q_len, row * size.kv_heads * size.kv_len
