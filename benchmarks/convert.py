@@ -10,6 +10,7 @@ a process of its own; the sides take turns within each round, and ratios are of 
 
 import argparse
 import json
+import multiprocessing
 import os
 import shutil
 import statistics
@@ -51,8 +52,8 @@ def nbytes(shape: tuple[int, ...]) -> int:
     return 2 * int(np.prod(shape))
 
 
-def make_source(folder: Path, gib: float) -> int:
-    """A sharded bfloat16 checkpoint of about `gib` GiB; its size in bytes."""
+def make_source(folder: Path, gib: float) -> None:
+    """A sharded bfloat16 checkpoint of about `gib` GiB."""
     layer = sum(nbytes(s) for key, s in shapes(1).items() if ".layers." in key)
     rest = sum(nbytes(s) for key, s in shapes(0).items())
     layers = max(1, round((gib * (1 << 30) - rest) / layer))
@@ -84,7 +85,6 @@ def make_source(folder: Path, gib: float) -> int:
     total = sum(map(nbytes, shapes(layers).values()))
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    return total
 
 
 def write_shard(path: Path, shard: dict[str, tuple[int, ...]], noise: np.ndarray) -> None:
@@ -187,7 +187,11 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.where, prefix="shardzoo-bench-") as scratch:
         source, made = Path(scratch, "source"), Path(scratch, "made")
-        size = make_source(source, options.gib)
+        # In a process of its own: a child's peak memory includes what its parent held when it was started.
+        maker = multiprocessing.get_context("spawn").Process(target=make_source, args=(source, options.gib))
+        maker.start()
+        maker.join()
+        size = sum(file.stat().st_size for file in source.iterdir())
         if options.pth:
             make_pth(source, Path(scratch, "pth"))
             shutil.rmtree(source)
