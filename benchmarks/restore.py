@@ -219,7 +219,11 @@ def main() -> None:
         return
     root = Path(tempfile.mkdtemp(prefix="restore-benchmark-", dir=args.dir))
     heads = [f"{what} {e}" for what in ("read/held", "seconds", "CPU s") for e in args.engines]
-    print(f"{'saved on':>20} {'restored on':>28} processes", *(f"{h:>15}" for h in heads), "  seconds ratio")
+    print(
+        f"{'saved on':>20} {'restored on':>28} processes",
+        *(f"{h:>15}" for h in heads),
+        "seconds ratio" if len(args.engines) == 2 else "",
+    )
     try:
         for pair in args.pairs:
             saved_on, degrees = PAIRS[pair]
