@@ -266,10 +266,9 @@ def _restore(found: Any, declared: Any, degrees: Degrees, dtype: np.dtype | None
     """The live model on its mesh, and the mesh."""
     from shardzoo import checkpoints
     from shardzoo.cli.devices import start_mesh
-    from shardzoo.zoo.decoder import check_mesh
 
     mesh = start_mesh(layout.with_kv(declared, degrees))
-    check_mesh(declared, mesh, "generate")
+    layout.audit(declared, mesh)
     with working("restoring"):
         return checkpoints.restore(found, mesh, dtype=dtype), mesh
 

@@ -35,7 +35,7 @@ from shardzoo.zoo.layers import (
     gather_residual,
 )
 from shardzoo.zoo.layout import Param
-from shardzoo.zoo.mesh import CONTEXT, DATA, KV, PIPE, TP
+from shardzoo.zoo.mesh import CONTEXT, DATA, KV, TP
 from shardzoo.zoo.rope import Rope, Rotary, rotary, rotate
 
 WHOLE_STREAM: Residual = "whole"
@@ -244,13 +244,6 @@ def declare(config: Config, dtype: Any = np.float32) -> Decoder:
     return layout.astype(Decoder.declare(config), dtype)
 
 
-def check_mesh(declared: Decoder, mesh: Mesh | AbstractMesh, where: str) -> None:
-    """Raises `InputError` if the mesh does not fit the declaration, or splits the layers."""
-    layout.audit(declared, mesh)
-    if mesh.shape[PIPE] > 1:
-        raise InputError(f"{where}: pipe={mesh.shape[PIPE]} would split the layers, and this family cannot: use pipe=1")
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
     """How `forward` runs; the options are explained there."""
@@ -311,9 +304,11 @@ def forward(
         in_place: read the weights where they lie, without a gradient: faster on a CPU in 16-bit floats (`in_place.py`).
 
     Raises:
-        InputError: the mesh does not fit the declaration or has pipe > 1; hidden states that do not exist.
+        InputError: the mesh does not fit the declaration; an unknown residual; hidden states that do not exist.
     """
-    check_mesh(declared, mesh, "decoder.forward")
+    layout.audit(declared, mesh)
+    if residual not in ("whole", "seq"):
+        raise InputError(f"decoder.forward: residual={residual!r} is unknown: use 'whole' or 'seq'")
     states = tuple(range(declared.config.layers + 1)) if hidden_states is True else hidden_states or None
     _check_states(declared.config, states, logits)
     run = Run(

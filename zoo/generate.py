@@ -27,7 +27,7 @@ from shardzoo.kernels.flash_attention.options import varying_over
 from shardzoo.zoo import layout
 from shardzoo.zoo.attention import attention, cached_attention
 from shardzoo.zoo.cache import CACHE_SPECS, EMPTY, Cache, empty, spare_slots, step_slot
-from shardzoo.zoo.decoder import Config, Decoder, Host, by_window, check_mesh, gather_ends, pad, sequence_positions
+from shardzoo.zoo.decoder import Config, Decoder, Host, by_window, gather_ends, pad, sequence_positions
 from shardzoo.zoo.in_place import block_at
 from shardzoo.zoo.mesh import CONTEXT, DATA, TP
 from shardzoo.zoo.next_token import Sampling, choose
@@ -218,7 +218,7 @@ class _Programs:
     """The two halves of generation as functions of global arrays."""
 
     def __init__(self, declared: Decoder, mesh: Mesh | AbstractMesh, dtype: Any):
-        check_mesh(declared, mesh, "generate")
+        layout.audit(declared, mesh)
         self.declared, self.mesh = declared, mesh
         self.dtype = None if dtype is None else jnp.dtype(dtype)
 
@@ -272,7 +272,7 @@ def generate(
         dtype: of activations and cache; None is that of the weights.
 
     Raises:
-        InputError: the mesh does not fit the declaration or has pipe > 1; options out of range.
+        InputError: the mesh does not fit the declaration; options out of range.
     """
     programs = _Programs(declared, mesh, dtype)
 

@@ -24,7 +24,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from shardzoo.errors import InputError, fail_if
-from shardzoo.zoo.mesh import KV, REP, Degrees, kv_problem
+from shardzoo.zoo.mesh import KV, PIPE, REP, Degrees, kv_problem
 
 FLOAT32 = np.dtype("float32")
 LAYER = "layer"  # the leading dim of stacked blocks
@@ -228,6 +228,8 @@ def misfits(declared: Any, degrees: Degrees) -> list[str]:
         f"{_some(paths)}: {dim}={size} does not divide by {ways} ({_product(axes, degrees)})"
         for (dim, size, axes, ways), paths in found.items()
     ]
+    if degrees.pipe > 1 and not any(PIPE in p.axes(dim) for p in named(declared).values() for dim in p.names):
+        lines.append(f"pipe={degrees.pipe} splits nothing of this model: use pipe=1")
     return lines + _kv_misfits(declared, degrees)
 
 

@@ -71,7 +71,7 @@ def backward(
     d_out = d_out.astype(q.dtype)
     terms = tpu_backward.row_terms(call, out, lse, d_out, d_lse)
     gradients = tpu_backward.run(call, q, k, v, extras, d_out, *terms)
-    if extras.bias is None:
+    if extras.bias is None or not options.bias_gradient:
         return *gradients, None
     call = call_of("bias", sizes(q, k), q.dtype.itemsize, extras, options)
     terms = tpu_backward.row_terms(call, out, lse, d_out, d_lse)

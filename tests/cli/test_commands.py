@@ -75,8 +75,8 @@ def test_audit_of_a_mesh_that_fits(checkpoint):
 
 def test_audit_counts_what_each_device_holds():
     declared = toy_checkpoints.Toy.declare(toy_checkpoints.ToyConfig())
-    verdict = json.loads(invoke("audit", "toy/small", "--mesh", "pipe=3,tensor=4", "--json").out)["meshes"][0]
-    sizes = Degrees(pipe=3, tensor=4, kv_heads=2).sizes
+    verdict = json.loads(invoke("audit", "toy/small", "--mesh", "data=3,tensor=4", "--json").out)["meshes"][0]
+    sizes = Degrees(data=3, tensor=4, kv_heads=2).sizes
     held = 0
     for param in layout.named(declared).values():
         shard = param.nbytes

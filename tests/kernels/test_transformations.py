@@ -227,3 +227,14 @@ def test_reference_is_differentiable_forwards_and_twice():
     _, tangent = jax.jvp(f, (Q,), (D_OUT,))
     np.testing.assert_allclose(tangent, (jax.grad(f)(Q) * D_OUT).sum(), rtol=1e-5)
     assert jnp.isfinite(jax.grad(lambda q: (jax.grad(f)(q) ** 2).sum())(Q)).all()
+
+
+def test_gradient_beside_a_frozen_bias_with_the_implementation_left_open():
+    """The platform decides at lowering, so every implementation gives the same gradients for what is asked."""
+    q, bias = jnp.ones((1, 8, 2, 8)), jnp.linspace(0, 1, 128).reshape(1, 2, 8, 8)
+
+    def loss(q, implementation=None):
+        return jnp.sum(flash_attention(q, q, q, bias=bias, implementation=implementation) ** 2)
+
+    got, want = jax.jit(jax.grad(loss))(q), jax.grad(loss)(q, "reference")
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)

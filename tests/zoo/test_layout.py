@@ -86,6 +86,14 @@ def test_audit_names_every_dim_that_stops_a_degree(tensor, stops):
     assert all(line in str(error.value) for line in lines)
 
 
+def test_pipe_that_splits_nothing_is_refused():
+    with pytest.raises(InputError, match=r"pipe=2 splits nothing of this model: use pipe=1"):
+        audit(declare(), Degrees(pipe=2))
+    audit({"blocks": stack(Param("embed", (4,)), 4, "pipe")}, Degrees(pipe=2))
+    with pytest.raises(InputError, match=r"layer=3 does not divide by 2 \(pipe=2\)"):
+        audit({"blocks": stack(Param("embed", (4,)), 3, "pipe")}, Degrees(pipe=2))
+
+
 def test_audit_suggests_meshes_of_the_same_size():
     with pytest.raises(InputError, match=r"same number of devices: \(context=2,tensor=3\) or \(context=6\)"):
         audit(declare(), Degrees(tensor=6))
