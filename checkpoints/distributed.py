@@ -116,6 +116,7 @@ def share(what: str, value: Any, *, timeout: float = TIMEOUT) -> list[Any]:
         return [value]
     key = f"shardzoo/{next(_rounds)}/{what}"
     client = _service.global_state.client
+    assert client is not None  # there are several processes, so this one has joined them
     if me == 0:
         got, late = _collect(client, key, value, count, timeout)
         client.key_value_set(f"{key}/all", json.dumps({"values": got, "late": late}))

@@ -274,7 +274,7 @@ def decode(data: bytes, where: str) -> Manifest:
     header = ManifestHeader(
         family=top["family"], config=top["config"], variant=top["variant"], component=top["component"],
         sources=tuple(s for w, v in r.items("sources", top["sources"]) if (s := _source(r, w, v))),
-        skipped=tuple(s for w, v in r.items("skipped", top["skipped"]) if (s := _skipped(r, w, v))),
+        skipped=tuple(k for w, v in r.items("skipped", top["skipped"]) if (k := _skipped(r, w, v))),
         aliases=top["aliases"], detail=top["detail"],
     )  # fmt: skip
     leaves = {p: leaf for p, v in top["leaves"].items() if (leaf := _leaf(r, p, v, PARAMS))}

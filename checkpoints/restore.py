@@ -168,7 +168,7 @@ def _read_leaves(
     placed: dict[str, dict[jax.Device, Array]] = collections.defaultdict(dict)
     waiting: collections.deque = collections.deque()
     free = budget
-    live = {}
+    live: dict[str, Array] = {}
 
     def settle() -> int:
         job, source, reading = waiting.popleft()
@@ -196,6 +196,7 @@ def _jobs(ckpt: Checkpoint, shardings: Mapping[str, NamedSharding], dtypes: Mapp
         shape = ckpt.leaf(path).spec.shape
         holders: dict[tuple, list[jax.Device]] = {}
         for device, index in sharding.addressable_devices_indices_map(shape).items():
+            assert index is not None  # of addressable devices only
             at = tuple((s.start or 0, n if s.stop is None else s.stop) for s, n in zip(index, shape, strict=True))
             holders.setdefault(at, []).append(device)
         for at, devices in holders.items():

@@ -188,7 +188,10 @@ def _my_blocks(path: str, grid: Grid, leaves: Mapping[str, Array], source: Check
         if jax.process_count() == 1:
             blocks = list(grid.blocks())
         return [(at, functools.partial(_gather, leaf, at)) for at in blocks]
-    return [(at, functools.partial(source.read, path, at)) for at in grid.blocks()] if first else []
+    if not first:
+        return []
+    assert source is not None  # what is not a live leaf is carried over from it
+    return [(at, functools.partial(source.read, path, at)) for at in grid.blocks()]
 
 
 def _owned(leaf: Array) -> list[Block]:

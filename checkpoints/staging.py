@@ -141,7 +141,7 @@ class Staging:
 
     def _check_listing(self, manifest: Manifest, written: Mapping[str, bytes]) -> None:
         expected = {name: entry.size for name, entry in manifest.files.items()}
-        expected |= {name: len(data) for name, data in (written | MARKERS).items()}
+        expected |= {name: len(data) for name, data in {**written, **MARKERS}.items()}
         found = listing(self.root)
         for name in (JOURNAL, LOCK):
             found.pop(name, None)
@@ -208,7 +208,7 @@ def store_assets(root: Path, assets: Mapping[str, Path | bytes], *, sync: bool =
         try:
             data = content if isinstance(content, bytes) else Path(content).read_bytes()
         except OSError as error:
-            problems.append(f"{content}: cannot be read ({error.strerror})")
+            problems.append(f"{error.filename}: cannot be read ({error.strerror})")
             continue
         target = root / ASSETS / name
         try:

@@ -238,10 +238,10 @@ class CheckpointWriter:
         lacking = [i for i in self.grid(path).indices() if i not in written]
         if lacking:
             raise ValueError(f"{path}: files {lacking[:4]} of {len(lacking)} were not written: write every block")
-        record = {"leaf": path, "checksum": sums.text(total), "from": list(provenance)}
-        self._log(record)
-        self._finished[path] = (record["checksum"], tuple(record["from"]))
-        return record["checksum"]
+        checksum, origin = sums.text(total), list(provenance)
+        self._log({"leaf": path, "checksum": checksum, "from": origin})
+        self._finished[path] = (checksum, tuple(origin))
+        return checksum
 
     def note(self, name: str, value: Json) -> None:
         """Keeps a JSON value for a later run of the same plan (`notes`)."""
