@@ -127,7 +127,8 @@ def _call(
 ) -> tuple[Array, ...]:
     """One Pallas call; `inputs` are arrays with their blocks, by the name that the kernel reads them by."""
     arrays = {n: x for n, (x, _) in inputs.items()}
-    moved = sum(x.size * x.dtype.itemsize for x in (*arrays.values(), *(o for o, _ in outputs)))
+    buffers: list[Array | jax.ShapeDtypeStruct] = [*arrays.values(), *(o for o, _ in outputs)]
+    moved = sum(x.size * x.dtype.itemsize for x in buffers)
     call = pl.pallas_call(
         partial(kernel, spec),
         grid=grid,
