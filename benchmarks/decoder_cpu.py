@@ -4,8 +4,8 @@
 
 Both sides have the same random weights' sizes, the same prompts and all cores. Runs of the two sides alternate; the
 figures are the medians of `--repeats` runs, and the ratio is ours / theirs (below 1: we are faster). Decode is the time
-per step of a greedy generation, prefill's time taken off. PyTorch's side is `generate` with its default cache for decode
-and one forward pass with a cache for prefill.
+per step of a greedy generation, prefill's time taken off. PyTorch's side is `generate` with its default cache for
+decode and one forward pass with a cache for prefill.
 """
 
 import argparse
@@ -21,7 +21,6 @@ import torch
 import transformers
 
 from shardzoo import zoo
-from shardzoo.zoo import layout
 from shardzoo.zoo.generate import generate
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
