@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from shardzoo.checkpoints.checkpoint import Checkpoint
-from shardzoo.checkpoints.manifest import CARRIED, Source, dtype_of
+from shardzoo.checkpoints.manifest import Source, dtype_of
 from shardzoo.convert.rules import Ranges
 from shardzoo.convert.safetensors import DTYPES
 from shardzoo.errors import fail_if
@@ -53,7 +53,8 @@ class OutFile:
         keys: the tensors in it.
         nbytes: bytes of the tensors.
         sha256: what the whole file's must be, if it is to equal the one it came from.
-        why_changed: why it cannot equal that, or None.
+        why_changed: why it need not equal that, or None.
+        as_it_came: whether name and header are those of the file it came from.
     """
 
     name: str
@@ -64,6 +65,7 @@ class OutFile:
     nbytes: int
     sha256: str | None
     why_changed: str | None
+    as_it_came: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +87,6 @@ def files_of(checkpoint: Checkpoint) -> list[OutFile]:
     """
     header = checkpoint.manifest.header
     table = header.detail["tensors"]
-    cast = header.detail["cast"]
     skipped = {entry.key for entry in header.skipped}
     pieces = _pieces_by_key(checkpoint)
     lacking = [key for key in table if key not in skipped and header.aliases.get(key, key) not in pieces]
@@ -95,17 +96,31 @@ def files_of(checkpoint: Checkpoint) -> list[OutFile]:
         all_keys = [key for key, (file, _, _) in table.items() if file == number]
         kept = [key for key in all_keys if key not in skipped]
         if kept or not all_keys:
-            tensors = {key: _tensor(table[key], key, pieces, header.aliases, cast) for key in kept}
-            made.append(_out_file(source, tensors, _why_changed(source, all_keys, kept, cast), pieces, header.aliases))
+            tensors = {key: _tensor(table[key], pieces[header.aliases.get(key, key)]) for key in kept}
+            why = _why_new(source, {key: table[key][1] for key in all_keys}, tensors)
+            made.append(_out_file(source, tensors, why, pieces, header.aliases))
     return made
 
 
-def _why_changed(source: Source, keys: list[str], kept: list[str], cast: str | None) -> str | None:
+def _why_new(source: Source, dtypes: Mapping[str, str], tensors: Mapping[str, _Tensor]) -> str | None:
+    """Why a file cannot have the header of the one it came from, or None."""
     if source.kind != "safetensors":
         return f"it came from a PyTorch file ({source.kind})"
-    if len(keys) != len(kept):
-        return f"{len(keys) - len(kept)} of its tensors were left out of the checkpoint"
-    return f"parameters were cast to {cast}" if cast else None
+    if len(dtypes) != len(tensors):
+        return f"{len(dtypes) - len(tensors)} of its tensors were left out of the checkpoint"
+    cast = sorted({tensor.dtype.name for key, tensor in tensors.items() if tensor.dtype.name != dtypes[key]})
+    return f"parameters were cast to {' and '.join(cast)}" if cast else None
+
+
+def cast_of(checkpoint: Checkpoint) -> str | None:
+    """The dtype in which parameters are stored that came in another one, or None if all are stored as they came."""
+    found = {
+        leaf.spec.dtype.name
+        for leaf in checkpoint.manifest.leaves.values()
+        for record in leaf.provenance
+        if record["dtype"] != leaf.spec.dtype.name
+    }
+    return ", ".join(sorted(found)) or None
 
 
 def _pieces_by_key(checkpoint: Checkpoint) -> dict[str, list[tuple[str, Mapping[str, Any]]]]:
@@ -116,23 +131,20 @@ def _pieces_by_key(checkpoint: Checkpoint) -> dict[str, list[tuple[str, Mapping[
     return found
 
 
-def _tensor(
-    entry: list[Any], key: str, pieces: Mapping[str, Any], aliases: Mapping[str, str], cast: str | None
-) -> _Tensor:
-    _, dtype, shape = entry
-    path, record = pieces[aliases.get(key, key)][0]
-    stored = record["stored"] if cast and not path.startswith(f"{CARRIED}/") else dtype
-    return _Tensor(dtype_of(stored), tuple(shape))
+def _tensor(entry: list[Any], pieces: list[tuple[str, Mapping[str, Any]]]) -> _Tensor:
+    """A tensor in the dtype in which it is stored: a model restored in another one may have been saved since."""
+    _, record = pieces[0]
+    return _Tensor(dtype_of(record["stored"]), tuple(entry[2]))
 
 
 def _out_file(
     source: Source,
     tensors: Mapping[str, _Tensor],
-    why_changed: str | None,
+    why_new: str | None,
     pieces: Mapping[str, list[tuple[str, Mapping[str, Any]]]],
     aliases: Mapping[str, str],
 ) -> OutFile:
-    if why_changed is None and source.header is not None:
+    if why_new is None and source.header is not None:
         text = source.header.encode()
         entries = json.loads(text)
         begins = {key: entries[key]["data_offsets"][0] for key in tensors}
@@ -154,8 +166,9 @@ def _out_file(
         ),
         keys=tuple(tensors),
         nbytes=nbytes,
-        sha256=source.sha256 if why_changed is None else None,
-        why_changed=why_changed,
+        sha256=source.sha256 if why_new is None else None,
+        why_changed=why_new or (None if source.sha256 else "its values were saved from a running model"),
+        as_it_came=why_new is None,
     )
 
 

@@ -243,7 +243,6 @@ def _header(source: Source, plan: Plan) -> ManifestHeader:
         detail={
             "layout": plan.layout,
             "prefix": plan.prefix,
-            "cast": plan.cast.name if plan.cast else None,
             "carried": dict(plan.carried),
             "index": source.index_name,
             "tensors": _tensor_table(source),

@@ -28,7 +28,7 @@ from shardzoo.checkpoints.checkpoint import open as open_checkpoint
 from shardzoo.checkpoints.grid import Grid
 from shardzoo.checkpoints.staging import sync_folder, write_file
 from shardzoo.checkpoints.store import storage_error
-from shardzoo.convert.backwards import OutFile, OutPiece, files_of, index_of
+from shardzoo.convert.backwards import OutFile, OutPiece, cast_of, files_of, index_of
 from shardzoo.convert.convert import BUDGET, LEAST_BUDGET, replacing
 from shardzoo.convert.interrupt import Interrupt, held_back
 from shardzoo.convert.memory import few_arenas, peak_memory
@@ -168,12 +168,13 @@ def _small_files(checkpoint: Checkpoint, files: list[OutFile]) -> dict[str, byte
     """Config, tokenizer and index files: as they came, but for what names files or dtypes that have changed."""
     header = checkpoint.manifest.header
     index_name = header.detail["index"]
-    exact = all(file.why_changed is None for file in files)
+    exact = all(file.as_it_came for file in files)
     small = {name: path.read_bytes() for name, path in checkpoint.assets.items() if name != index_name or exact}
     if index_name is not None and not exact:
         small["model.safetensors.index.json"] = index_of(files)
-    if header.detail["cast"] and "config.json" in small:
-        small["config.json"] = _with_dtype(small["config.json"], header.detail["cast"])
+    cast = cast_of(checkpoint)
+    if cast and "config.json" in small:
+        small["config.json"] = _with_dtype(small["config.json"], cast)
     return small
 
 
@@ -384,6 +385,7 @@ class _Work:
 
     def _read(self, piece: OutPiece, block: tuple[slice, ...], first: int) -> tuple[np.ndarray, int, Any]:
         values = self._checkpoint.read(piece.path, block)
+        assert values.dtype.itemsize == piece.itemsize, f"{piece.path}: {values.dtype} has not {piece.itemsize} bytes"
         data = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
         if piece.packed_bytes:
             return data[0::2] | data[1::2] << 4, piece.offset, None

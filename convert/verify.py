@@ -15,6 +15,7 @@ from shardzoo import checkpoints
 from shardzoo.checkpoints.checkpoint import Checkpoint
 from shardzoo.checkpoints.checkpoint import open as open_checkpoint
 from shardzoo.checkpoints.manifest import Leaf
+from shardzoo.convert.backwards import cast_of
 from shardzoo.convert.rules import Part, Piece, part
 from shardzoo.convert.source import Source, open_source
 from shardzoo.convert.stream import blocks_of, take
@@ -104,7 +105,7 @@ def verify(
 ) -> Report:
     """Checks a checkpoint against its manifest, or with `src` against the files it was converted from.
 
-    With `src` every stored tensor is compared bit for bit, after the cast that the manifest records; the checkpoint's
+    With `src` every stored tensor is compared bit for bit, cast to the dtype that is stored; the checkpoint's
     file list and metadata are checked as well.
 
     Args:
@@ -152,7 +153,7 @@ def compare(
         leaves=checked.leaves,
         tensors=tensors,
         bytes_compared=checked.nbytes if src is None else _nbytes(checkpoint, tensors),
-        cast=checkpoint.manifest.header.detail.get("cast"),
+        cast=cast_of(checkpoint),
         seconds=time.perf_counter() - began,
     )
 

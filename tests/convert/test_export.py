@@ -5,6 +5,7 @@ import json
 import math
 import os
 
+import jax
 import numpy as np
 import pytest
 import safetensors.torch
@@ -19,7 +20,10 @@ from shardzoo.checkpoints import Grid
 from shardzoo.convert.backwards import OutPiece
 from shardzoo.convert.convert import convert
 from shardzoo.convert.export import export, flat_blocks
+from shardzoo.convert.verify import verify
 from shardzoo.errors import InputError
+from shardzoo.zoo.families import config_from_json, find_family
+from shardzoo.zoo.mesh import make_mesh
 
 
 def load(folder):
@@ -91,6 +95,46 @@ def test_a_cast_checkpoint_comes_out_cast_and_says_so(tmp_path):
     assert set(index["weight_map"]) == set(wanted)
     assert index["metadata"]["total_size"] == sum(value.nbytes for value in got.values())
     transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
+def save_again(ckpt, to, dtype=None, change=lambda leaf: leaf):
+    """Restores a checkpoint on one device and saves it as a checkpoint that came from the same files."""
+    mesh = make_mesh()
+    opened = checkpoints.open(ckpt)
+    model = checkpoints.restore(opened, mesh, dtype=dtype)
+    family = find_family(opened.manifest.header.family)
+    declared = family.declare(config_from_json(family.config, opened.manifest.header.config))
+    return checkpoints.save(to, jax.tree.map(change, model), declared, source=opened, sync=False)
+
+
+@pytest.mark.parametrize("name", ["llama-tied", "qwen2", "mistral3"])
+def test_a_model_saved_in_another_dtype_comes_out_in_that_dtype(tmp_path, name):
+    source = tiny_models.save(name, tmp_path / "source")
+    convert(source, tmp_path / "ckpt", sync=False)
+    save_again(tmp_path / "ckpt", tmp_path / "again", dtype="float32")
+    report = export(tmp_path / "again", tmp_path / "out")
+    wanted, got = load(source), load(tmp_path / "out")
+    others = {key for key in wanted if "vision" in key or "multi_modal" in key}
+    assert set(got) == set(wanted)
+    for key, value in wanted.items():
+        assert torch.equal(got[key], value if key in others else value.float()), key
+    assert not report.identical and set(report.changed) == {f.name for f in source.glob("*.safetensors")}
+    assert any("cast to float32" in why for why in report.changed.values())
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float32"
+    assert verify(tmp_path / "again", source).cast == "float32"
+
+
+def test_a_model_saved_with_other_values_comes_out_in_the_files_it_came_in(tmp_path):
+    source = tiny_models.save("llama", tmp_path / "source")
+    convert(source, tmp_path / "ckpt", sync=False)
+    save_again(tmp_path / "ckpt", tmp_path / "again", change=lambda leaf: 2 * leaf)
+    report = export(tmp_path / "again", tmp_path / "out")
+    wanted, got = load(source), load(tmp_path / "out")
+    assert set(got) == set(wanted) and all(torch.equal(got[key], 2 * wanted[key]) for key in wanted)
+    assert not report.identical and set(report.changed) == {f.name for f in source.glob("*.safetensors")}
+    assert all("running model" in why for why in report.changed.values())
+    index = "model.safetensors.index.json"
+    assert (tmp_path / "out" / index).read_bytes() == (source / index).read_bytes()
 
 
 def test_parts_that_were_left_out_stay_out_and_the_index_follows(tmp_path):
