@@ -1,7 +1,6 @@
 """The folder that a checkpoint is written in until it is whole: lock, checks before the first byte, publishing."""
 
 import contextlib
-import errno
 import fcntl
 import os
 import shutil
@@ -21,9 +20,9 @@ from shardzoo.checkpoints.orbax_layout import (
 from shardzoo.checkpoints.store import storage_error, sync_folder, write_file
 from shardzoo.errors import InputError, fail_if
 
-JOURNAL, LOCK = "shardzoo.journal", "shardzoo.lock"
-# All that a killed run may leave at the top: one interrupted as it cleans up may lack lock and journal.
-OURS = {JOURNAL, LOCK, "shardzoo.new", PARAMS, CARRIED, MANIFEST, CHECKPOINT_METADATA, *MARKERS}
+JOURNAL = "shardzoo.journal"
+# All that a killed run may leave at the top: one interrupted as it cleans up or publishes may lack the journal.
+OURS = {JOURNAL, "shardzoo.new", PARAMS, CARRIED, MANIFEST, CHECKPOINT_METADATA, *MARKERS}
 
 
 def staging_path(dst: Path) -> Path:
@@ -32,7 +31,7 @@ def staging_path(dst: Path) -> Path:
 
 
 class Staging:
-    """An unfinished checkpoint, held by a lock that ends with the process.
+    """An unfinished checkpoint, held by a lock on its folder that ends with the process.
 
     Attributes:
         dst: where it will be.
@@ -52,10 +51,10 @@ class Staging:
         try:
             self.dst.parent.mkdir(parents=True, exist_ok=True)
             self.root.mkdir(exist_ok=True)
-            self._take_lock()
         except OSError as error:
             raise storage_error(str(self.dst), error, self.dst.parent) from error
         try:
+            self._take_lock()
             check_destination(self.dst)
             if restart:
                 self._clear()
@@ -70,27 +69,25 @@ class Staging:
             raise
 
     def _take_lock(self) -> None:
+        """Locks the folder itself, so that the lock is held until after the rename; NFS keeps it to one machine."""
+        self._lock = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            held = os.path.samestat(os.fstat(self._lock), os.lstat(self.root))
+        except (BlockingIOError, FileNotFoundError):
+            held = False
+        if not held:  # or published or removed by its holder since it was opened
+            raise InputError(f"{self.dst}: another process is writing it: wait for that, or choose another destination")
         other = sorted(set(os.listdir(self.root)) - OURS)
         if other:
             raise InputError(
                 f"{self.root}: holds {other[0]!r}, left by another program: remove it, or choose another destination"
             )
-        handle = os.open(self.root / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.fstat(handle).st_nlink == 0:  # published or removed by its holder since it was opened
-                raise BlockingIOError(errno.EWOULDBLOCK, "moved")
-        except BlockingIOError:
-            os.close(handle)
-            raise InputError(
-                f"{self.dst}: another process is writing it: wait for that, or choose another destination"
-            ) from None
-        self._lock = handle
 
     def _clear(self) -> None:
-        """Removes everything but the lock and the journal."""
+        """Removes everything but the journal."""
         for entry in os.scandir(self.root):
-            if entry.name in (LOCK, JOURNAL):
+            if entry.name == JOURNAL:
                 continue
             if entry.is_dir(follow_symlinks=False):
                 shutil.rmtree(entry.path)
@@ -130,7 +127,6 @@ class Staging:
                     sync_folder(Path(folder))
             check_destination(self.dst)
             os.unlink(self.root / JOURNAL)
-            os.unlink(self.root / LOCK)
             os.rename(self.root, self.dst)
             sync_folder(self.dst.parent)
         except OSError as error:
@@ -143,8 +139,7 @@ class Staging:
         expected = {name: entry.size for name, entry in manifest.files.items()}
         expected |= {name: len(data) for name, data in {**written, **MARKERS}.items()}
         found = listing(self.root)
-        for name in (JOURNAL, LOCK):
-            found.pop(name, None)
+        found.pop(JOURNAL, None)
         problems = [f"{n}: missing" for n in sorted(set(expected) - set(found))]
         problems += [f"{n}: not a file of this checkpoint" for n in sorted(set(found) - set(expected))]
         problems += [f"{n}: {found[n]} bytes, not {s}" for n, s in expected.items() if found.get(n, s) != s]
@@ -157,15 +152,11 @@ class Staging:
             self._lock = -1
 
     def discard(self) -> None:
-        """Removes everything written so far; does nothing once published.
-
-        The lock goes last, so that no other process starts while files are still going.
-        """
+        """Removes everything written so far; does nothing once published."""
         if self._lock >= 0:
             with contextlib.suppress(OSError):
                 self._clear()
                 (self.root / JOURNAL).unlink(missing_ok=True)
-                (self.root / LOCK).unlink()
                 self.root.rmdir()
         self.close()
 

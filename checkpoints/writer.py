@@ -36,7 +36,7 @@ from shardzoo.checkpoints.manifest import (
     sha256,
 )
 from shardzoo.checkpoints.orbax_layout import metadata_files
-from shardzoo.checkpoints.staging import JOURNAL, LOCK, Staging, listing, store_assets
+from shardzoo.checkpoints.staging import JOURNAL, Staging, listing, store_assets
 from shardzoo.checkpoints.store import Kept, LeafWriter, files_of, storage_error
 from shardzoo.errors import InputError, fail_if
 
@@ -164,7 +164,7 @@ class CheckpointWriter:
                 self._keep_block(record, sizes)
             elif record["leaf"] in self._placed and self._is_whole(record["leaf"], sizes):
                 self._finished[record["leaf"]] = (record["checksum"], tuple(record["from"]))
-        keep = {JOURNAL, LOCK}
+        keep = {JOURNAL}
         for path in self._finished:
             keep |= {f"{self._placed[path][0]}/zarr.json", *self._files(path, self.grid(path).indices())}
         for path, kept in self._kept.items():

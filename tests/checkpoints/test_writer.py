@@ -9,7 +9,7 @@ import pytest
 import toy_checkpoints as toy
 
 from shardzoo import checkpoints
-from shardzoo.checkpoints import orbax_layout
+from shardzoo.checkpoints import orbax_layout, staging
 from shardzoo.checkpoints.journal import Journal
 from shardzoo.checkpoints.staging import JOURNAL, staging_path
 from shardzoo.errors import InputError
@@ -152,6 +152,50 @@ def test_refusals_before_anything_is_written(tmp_path):
         pass
 
 
+def write_all(writer):
+    for path, value in toy.values(toy.Toy.declare(toy.ToyConfig())).items():
+        toy.put(writer, path, value)
+
+
+def test_no_other_process_comes_in_while_one_publishes(tmp_path, monkeypatch):
+    rename, refused = os.rename, []
+
+    def contended(old, new):
+        for _ in range(2):
+            with pytest.raises(InputError) as error:
+                start(tmp_path / "ckpt")
+            refused.append(str(error.value))
+            if len(refused) == 1:
+                rename(old, new)
+
+    monkeypatch.setattr(staging.os, "rename", contended)
+    with start(tmp_path / "ckpt") as writer:
+        write_all(writer)
+        writer.publish()
+    assert "another process is writing it" in refused[0] and "exists already" in refused[1]
+    checkpoints.verify(tmp_path / "ckpt")
+
+
+@pytest.mark.parametrize("end", ["publish", "discard"])
+def test_a_folder_that_is_gone_by_the_time_it_is_locked_is_left_alone(tmp_path, monkeypatch, end):
+    lock = staging.fcntl.flock
+    with start(tmp_path / "ckpt") as writer:
+        write_all(writer)
+
+        def late(handle, how):
+            monkeypatch.undo()
+            getattr(writer, end)()
+            lock(handle, how)
+
+        monkeypatch.setattr(staging.fcntl, "flock", late)
+        with pytest.raises(InputError, match="another process is writing it"):
+            start(tmp_path / "ckpt")
+    if end == "publish":
+        checkpoints.verify(tmp_path / "ckpt")
+    else:
+        assert list(tmp_path.iterdir()) == []
+
+
 def test_a_destination_that_appears_meanwhile_is_kept(tmp_path):
     stored = toy.values(toy.Toy.declare(toy.ToyConfig()))
     with start(tmp_path / "ckpt") as writer:
@@ -201,7 +245,7 @@ def test_plain_json_readers_see_the_manifest(tmp_path):
 
 
 def test_what_an_interrupted_clean_up_leaves_is_taken_over(tmp_path):
-    """A write under way when a run is interrupted may come back after lock and journal are gone."""
+    """A write under way when a run is interrupted may come back after the journal is gone."""
     left = staging_path(tmp_path / "ckpt") / "params" / "embed" / "c"
     left.mkdir(parents=True)
     (left / "0").write_bytes(b"half")
