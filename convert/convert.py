@@ -7,7 +7,6 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from shardzoo.checkpoints.writer import CheckpointWriter, place_leaves, stored_b
 from shardzoo.convert.interrupt import Interrupt, held_back
 from shardzoo.convert.memory import few_arenas, peak_memory
 from shardzoo.convert.plan import Plan, check_ties, make_plan
+from shardzoo.convert.replacing import replacing
 from shardzoo.convert.source import Source, open_source, row_blocks
 from shardzoo.convert.stream import COPIES, Stream
 from shardzoo.errors import InputError
@@ -284,24 +284,6 @@ def _identity(source: Source, plan: Plan, assets: dict[str, Path | bytes]) -> st
 
 def _is_checkpoint(path: Path) -> bool:
     return (path / MANIFEST / "metadata").is_file()
-
-
-@contextlib.contextmanager
-def replacing(target: Path, is_ours: Callable[[Path], bool]) -> Iterator[Path]:
-    """A place for a new folder that takes the name of the old one when the block ends without an error."""
-    if not os.path.lexists(target):
-        yield target
-        return
-    if not is_ours(target):
-        raise InputError(f"{target}: exists, and is not something to be replaced: choose another destination")
-    new, old = (target.with_name(f"{target.name}.{word}") for word in ("new", "old"))
-    for leftover in (new, old):
-        if is_ours(leftover):  # a run that was interrupted between the two renames below
-            shutil.rmtree(leftover)
-    yield new
-    os.rename(target, old)
-    os.rename(new, target)
-    shutil.rmtree(old)
 
 
 def _report(plan: Plan, **rest: Any) -> Report:

@@ -29,9 +29,10 @@ from shardzoo.checkpoints.grid import Grid
 from shardzoo.checkpoints.staging import sync_folder, write_file
 from shardzoo.checkpoints.store import storage_error
 from shardzoo.convert.backwards import OutFile, OutPiece, cast_of, files_of, index_of
-from shardzoo.convert.convert import BUDGET, LEAST_BUDGET, replacing
+from shardzoo.convert.convert import BUDGET, LEAST_BUDGET
 from shardzoo.convert.interrupt import Interrupt, held_back
 from shardzoo.convert.memory import few_arenas, peak_memory
+from shardzoo.convert.replacing import replacing
 from shardzoo.convert.stream import FileDigest, Stopped
 from shardzoo.errors import InputError, fail_if
 from shardzoo.progress import Progress

@@ -1,9 +1,12 @@
 """Conversion of tiny models as users have them: every value in its place, bit for bit, and what is refused and why."""
 
+import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
+import types
 
 import numpy as np
 import pytest
@@ -13,6 +16,7 @@ import tiny_models
 import torch
 
 from shardzoo import checkpoints
+from shardzoo.convert import replacing
 from shardzoo.convert.convert import convert, plan_conversion
 from shardzoo.errors import InputError
 
@@ -319,6 +323,66 @@ def test_an_existing_destination_is_refused_or_replaced_whole(source, tmp_path):
     with pytest.raises(InputError, match="mine: exists"):
         convert(source, tmp_path / "mine", overwrite=True, sync=False)
     assert (tmp_path / "mine").is_dir()
+
+
+@pytest.mark.parametrize("name", ["ckpt.old", "ckpt.new"])
+def test_replacing_leaves_checkpoints_of_other_names_alone(source, tmp_path, name):
+    for made in (name, "ckpt"):
+        convert(source, tmp_path / made, sync=False)
+    convert(source, tmp_path / "ckpt", dtype="fp16", overwrite=True, sync=False)
+    assert set(os.listdir(tmp_path)) == {"source", "ckpt", name}
+    checkpoints.verify(tmp_path / name, level="full")
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("step", range(5))
+def test_replacing_stopped_at_any_step_loses_nothing_and_is_taken_up_again(source, tmp_path, monkeypatch, step):
+    """Steps: before the renames, between them, before the old one is removed, half-way there, and not at all."""
+    target = tmp_path / "ckpt"
+    convert(source, target, sync=False)
+    old = tiny_models.files(target)
+    convert(source, tmp_path / "wanted", dtype="fp16", sync=False)
+    new = tiny_models.files(tmp_path / "wanted")
+    left = [step]
+
+    def reached(work):
+        def call(*args):
+            if left[0] == 0:
+                raise Killed
+            left[0] -= 1
+            return work(*args)
+
+        return call
+
+    def remove_half(folder):
+        (folder / "manifest" / "metadata").unlink()
+        if left[0] == 0:
+            raise Killed
+        shutil.rmtree(folder)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(replacing, "os", types.SimpleNamespace(**{**vars(os), "rename": reached(os.rename)}))
+        patch.setattr(replacing, "shutil", types.SimpleNamespace(rmtree=reached(remove_half)))
+        with contextlib.suppress(Killed):
+            convert(source, target, dtype="fp16", overwrite=True, sync=False)
+    kept = [tiny_models.files(folder) for folder in tmp_path.glob("ckpt*")]
+    assert new in kept and (old in kept or step > 2)
+    convert(source, target, dtype="fp16", overwrite=True, sync=False)
+    assert tiny_models.files(target) == new
+    assert set(os.listdir(tmp_path)) == {"source", "ckpt", "wanted"}
+
+
+def test_only_one_process_replaces_a_checkpoint(source, tmp_path):
+    target = tmp_path / "ckpt"
+    convert(source, target, sync=False)
+    with (
+        replacing.locked(target, target),
+        pytest.raises(InputError, match="ckpt: another process is writing it"),
+    ):
+        convert(source, target, overwrite=True, sync=False)
 
 
 def test_options_that_cannot_be_are_refused(source):
