@@ -14,6 +14,9 @@ How the work per logit is kept small:
  - tiles are worked on in an order that gives the matrix unit the next tile while the vector units are on this one;
  - the backward pass makes dq, dk and dv from the same logits (see `tpu_backward`).
 
+In bfloat16 the folded queries are rounded once more, which leaves logits (and the lse) 8 significant bits; outputs
+are as accurate as those of JAX's splash kernel, which takes queries that its caller has scaled and rounded.
+
 With a head_dim of whole lanes (a multiple of 128) heads are cut out of (batch, length, heads * head_dim) by the
 kernel's own indexing; other sizes are moved to (batch, heads, length, head_dim) first.
 """

@@ -49,6 +49,10 @@ _WIDE: dict[Pass, Blocks] = {
 }
 
 
+# With half a row of lanes a product fills half of a narrow matrix unit: larger tiles make up for it.
+_NARROW_HALF = Blocks(q=2048, kv=2048, tile_q=256, tile_kv=256)
+
+
 def chip() -> str:
     """The kind of the device that is traced for: of the mesh in use if it has one, else of the default backend."""
     device = jax.sharding.get_abstract_mesh().abstract_device
@@ -61,6 +65,8 @@ def preset(step: Pass, size: Sizes, itemsize: int, with_bias: bool) -> Blocks:
     """The block sizes for long sequences on the chip that is traced for."""
     wide = any(name in chip() for name in ("v6", "7"))
     blocks = (_WIDE if wide else _NARROW)[step]
+    if step == "forward" and not wide and size.head_dim <= LANES // 2:
+        blocks = _NARROW_HALF
     if with_bias:
         # A block of the bias lies in VMEM twice, in float32 or bfloat16.
         blocks = replace(blocks, q=min(blocks.q, 512), kv=min(blocks.kv, 1024))

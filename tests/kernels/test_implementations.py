@@ -90,6 +90,9 @@ def check(runner: Runner, case: Case, dtype: str) -> None:
     assert (got["dbias"] is None) == (truth.dbias is None)
     rounding = truth.greatest_logit * 2.0**-24
     bounds = {n: TOLERANCE["float32" if n == "lse" else dtype] + rounding for n in errors}
+    if runner.rounds_queries and dtype == "bfloat16":
+        # The scaled query has 8 bits, and so has a logit x: half a unit in its last place is x * 2**-9.
+        bounds["lse"] += truth.greatest_logit * 2.0**-9
     assert all(errors[n] <= bounds[n] for n in errors), errors
 
 

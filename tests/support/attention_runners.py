@@ -15,7 +15,8 @@ class Runner:
 
     `shard_map` says whether it can run inside one of eight devices here: Pallas' plain interpreter cannot, and its
     TPU interpreter waits for all devices at once, which takes as many free threads. `remat` says the same of
-    jax.checkpoint, which does not take the TPU interpreter's callbacks.
+    jax.checkpoint, which does not take the TPU interpreter's callbacks. `rounds_queries`: scaled queries are
+    rounded to the input's dtype before they meet keys.
     """
 
     implementation: str
@@ -23,11 +24,12 @@ class Runner:
     quick: int
     shard_map: bool = True
     remat: bool = True
+    rounds_queries: bool = False
 
 
 RUNNERS = [
     Runner("reference", nullcontext, 2**25),
     Runner("blockwise", nullcontext, 2**26),
-    Runner("tpu", interpreted, 2**18, shard_map=False, remat=False),
+    Runner("tpu", interpreted, 2**18, shard_map=False, remat=False, rounds_queries=True),
     Runner("gpu", gpu.interpreted, 2**18, shard_map=False),
 ]
