@@ -76,7 +76,7 @@ def attention(
     window: int | None = None,
     scale: float | None = None,
     soft_cap: float | None = None,
-    lengths: Int[Array, "batch"] | None = None,
+    lengths: Int[Array, " batch"] | None = None,
     segment_ids: Int[Array, "batch seq"] | None = None,
     key_mask: Bool[Array, "batch seq"] | None = None,
     bias: Float[Array, "one heads all_q all_kv"] | None = None,
@@ -133,7 +133,7 @@ def cross_attention(
     kv: Float[Array, "batch kv_seq two kv_heads head_dim"],
     *,
     scale: float | None = None,
-    kv_lengths: Int[Array, "batch"] | None = None,
+    kv_lengths: Int[Array, " batch"] | None = None,
 ) -> Float[Array, "batch seq heads head_dim"]:
     """Attention to keys that are whole on every device of `context` (a prompt): no collective."""
     return flash_attention(q, kv[:, :, 0], kv[:, :, 1], scale=scale, kv_lengths=kv_lengths)

@@ -41,7 +41,7 @@ class Cache(NamedTuple):
         k, v = block_at((self.k, self.v), layer)
         return from_storage(k, dtype), from_storage(v, dtype)
 
-    def visible(self, now: Int[Array, "batch"], window: int | None) -> Int[Array, "batch slots"]:
+    def visible(self, now: Int[Array, " batch"], window: int | None) -> Int[Array, "batch slots"]:
         """0 for slots that a query at position `now` sees and -1 for others, as `cached_attention` takes them."""
         seen = self.positions != EMPTY
         if window is not None:

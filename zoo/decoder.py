@@ -265,7 +265,7 @@ class Forward(Protocol):
         model: Decoder,
         tokens: Int[Host, "batch seq"],
         *,
-        lengths: Int[Host, "batch"] | None = None,
+        lengths: Int[Host, " batch"] | None = None,
         mask: Bool[Host, "batch seq"] | None = None,
         positions: Int[Host, "batch seq"] | None = None,
     ) -> Any: ...
@@ -329,7 +329,7 @@ def forward(
         model: Decoder,
         tokens: Int[Host, "batch seq"],
         *,
-        lengths: Int[Host, "batch"] | None = None,
+        lengths: Int[Host, " batch"] | None = None,
         mask: Bool[Host, "batch seq"] | None = None,
         positions: Int[Host, "batch seq"] | None = None,
     ) -> Any:
@@ -383,7 +383,7 @@ def _forward(
     run: Run,
     *,
     tokens: Int[Array, "batch seq"],
-    lengths: Int[Array, "batch"] | None = None,
+    lengths: Int[Array, " batch"] | None = None,
     mask: Bool[Array, "batch seq"] | None = None,
     positions: Int[Array, "batch seq"] | None = None,
 ) -> tuple[Float[Array, "batch seq vocab"] | None, Float[Array, "state batch part_seq embed"] | None]:
@@ -426,7 +426,7 @@ def _forward(
     return model.logits(x, run.residual) if run.logits else None, None if kept is None else kept[:-1]
 
 
-def _slots(config: Config, states: tuple[int, ...] | None) -> Int[Array, "states"] | None:
+def _slots(config: Config, states: tuple[int, ...] | None) -> Int[Array, " states"] | None:
     """Where each hidden state is kept: its place among those wanted, or the place after them, which is thrown away."""
     if states is None:
         return None

@@ -40,13 +40,13 @@ class State(NamedTuple):
     """Where a generation stands; `step` tokens of each row are chosen, the last of them is not fed yet."""
 
     cache: Cache
-    prompt: Int[Array, "batch"]
+    prompt: Int[Array, " batch"]
     step: Int[Array, ""]
-    token: Int[Array, "batch"]
-    done: Bool[Array, "batch"]
+    token: Int[Array, " batch"]
+    done: Bool[Array, " batch"]
     running: Bool[Array, ""]
     tokens: Int[Array, "batch new"]
-    lengths: Int[Array, "batch"]
+    lengths: Int[Array, " batch"]
 
 
 STATE_SPECS = State(
@@ -61,7 +61,7 @@ STATE_SPECS = State(
 )
 
 
-def last_rows(x: Float[Array, "batch seq embed"], lengths: Int[Array, "batch"]) -> Float[Array, "batch one embed"]:
+def last_rows(x: Float[Array, "batch seq embed"], lengths: Int[Array, " batch"]) -> Float[Array, "batch one embed"]:
     """The stream at each row's last valid position, on every device of `context`: one all-reduce over it."""
     seq = x.shape[1]
     local = lengths - 1 - lax.axis_index(CONTEXT) * seq
@@ -79,7 +79,7 @@ def prefill(
     model: Decoder,
     declared: Decoder,
     tokens: Int[Array, "batch seq"],
-    lengths: Int[Array, "batch"],
+    lengths: Int[Array, " batch"],
     steps: int,
     dtype: Any,
 ) -> tuple[Cache, Float[Array, "batch vocab"]]:
@@ -129,7 +129,7 @@ def decode_step(
     return cache, next_logits(model, x)
 
 
-def _visible(config: Config, cache: Cache, now: Int[Array, "batch"]) -> Callable[[Array], Array]:
+def _visible(config: Config, cache: Cache, now: Int[Array, " batch"]) -> Callable[[Array], Array]:
     """For a layer, what `Cache.visible` says with that layer's window."""
     windowed = config.windowed
     near, far = cache.visible(now, config.sliding_window), cache.visible(now, None)
@@ -138,7 +138,7 @@ def _visible(config: Config, cache: Cache, now: Int[Array, "batch"]) -> Callable
     return lambda layer: jnp.where(jnp.asarray(windowed)[layer], near, far)
 
 
-def _take(state: State, cache: Cache, token: Int[Array, "batch"], stop_ids: Int[Array, "stops"]) -> State:
+def _take(state: State, cache: Cache, token: Int[Array, " batch"], stop_ids: Int[Array, " stops"]) -> State:
     """The state with one more token chosen; rows that are done get zeros."""
     token = jnp.where(state.done, 0, token)
     done = state.done | jnp.any(token[:, None] == stop_ids, axis=1)
@@ -154,20 +154,20 @@ def _take(state: State, cache: Cache, token: Int[Array, "batch"], stop_ids: Int[
     )
 
 
-def _any(x: Bool[Array, "batch"]) -> Bool[Array, ""]:
+def _any(x: Bool[Array, " batch"]) -> Bool[Array, ""]:
     return lax.psum(jnp.any(x).astype(jnp.int32), DATA) > 0
 
 
-def _rows(batch: int) -> Int[Array, "batch"]:
+def _rows(batch: int) -> Int[Array, " batch"]:
     return lax.axis_index(DATA) * batch + jnp.arange(batch)
 
 
 def _start(
     model: Decoder,
     tokens: Int[Array, "batch seq"],
-    lengths: Int[Array, "batch"],
+    lengths: Int[Array, " batch"],
     key: Key[Array, ""],
-    stop_ids: Int[Array, "stops"],
+    stop_ids: Int[Array, " stops"],
     *,
     declared: Decoder,
     sampling: Sampling,
@@ -196,7 +196,7 @@ def _advance(
     model: Decoder,
     state: State,
     key: Key[Array, ""],
-    stop_ids: Int[Array, "stops"],
+    stop_ids: Int[Array, " stops"],
     until: Int[Array, ""],
     *,
     declared: Decoder,
@@ -255,7 +255,7 @@ def _check(max_new_tokens: int) -> None:
 
 def generate(
     declared: Decoder, mesh: Mesh | AbstractMesh, *, dtype: Any = None
-) -> Callable[..., tuple[Int[Array, "batch new"], Int[Array, "batch"]]]:
+) -> Callable[..., tuple[Int[Array, "batch new"], Int[Array, " batch"]]]:
     """The function `run(model, tokens, lengths, *, max_new_tokens, temperature, top_k, top_p, key, stop_ids)`.
 
     It returns the new tokens (batch, max_new_tokens), zeros after the end, and how many each row has, a stop token
@@ -286,7 +286,7 @@ def generate(
     def run(
         model: Decoder,
         tokens: Int[Host, "batch seq"],
-        lengths: Int[Host, "batch"],
+        lengths: Int[Host, " batch"],
         *,
         max_new_tokens: int,
         temperature: float = 0.0,
@@ -294,7 +294,7 @@ def generate(
         top_p: float | None = None,
         key: Key[Array, ""] | None = None,
         stop_ids: Sequence[int] = (),
-    ) -> tuple[Int[Array, "batch new"], Int[Array, "batch"]]:
+    ) -> tuple[Int[Array, "batch new"], Int[Array, " batch"]]:
         _check(max_new_tokens)
         sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
         return whole(model, *_arrays(tokens, lengths, key, stop_ids), sampling=sampling, new=max_new_tokens)
@@ -317,7 +317,7 @@ def stream(
     def run(
         model: Decoder,
         tokens: Int[Host, "batch seq"],
-        lengths: Int[Host, "batch"],
+        lengths: Int[Host, " batch"],
         *,
         max_new_tokens: int,
         temperature: float = 0.0,

@@ -75,7 +75,7 @@ class RowLinear(eqx.Module):
     """
 
     weight: Float[Leaf, "out *in"]
-    bias: Float[Leaf, "out"] | None = None
+    bias: Float[Leaf, " out"] | None = None
 
     def partial(self, x: Float[Array, "batch seq *in"]) -> Float[Array, "batch seq out"]:
         """This device's share of the sum, without the bias."""
@@ -187,8 +187,8 @@ def norm_together(*pairs: tuple[RMSNorm, Array]) -> list[Array]:
 class LayerNorm(eqx.Module):
     """(x - mean) / std * weight + bias over the last dim, float32 inside; weight and bias may be absent."""
 
-    weight: Float[Leaf, "embed"] | None = None
-    bias: Float[Leaf, "embed"] | None = None
+    weight: Float[Leaf, " embed"] | None = None
+    bias: Float[Leaf, " embed"] | None = None
     eps: float = eqx.field(static=True, default=1e-6)
 
     def __call__(self, x: Float[Array, "*lead embed"]) -> Float[Array, "*lead embed"]:

@@ -38,9 +38,9 @@ def choose(
     logits: Float[Array, "batch vocab"],
     sampling: Sampling,
     key: Key[Array, ""],
-    rows: Int[Array, "batch"],
+    rows: Int[Array, " batch"],
     step: Int[Array, ""],
-) -> Int[Array, "batch"]:
+) -> Int[Array, " batch"]:
     """The next token of each row, int32; ties go to the lowest id.
 
     The noise depends on `key`, the row's number in the whole batch and the step, and on nothing else: not on the mesh,
@@ -71,6 +71,8 @@ def _candidates(
     return scaled, ids
 
 
-def _noise(key: Key[Array, ""], rows: Int[Array, "batch"], step: Int[Array, ""], vocab: int) -> Float[Array, "batch v"]:
+def _noise(
+    key: Key[Array, ""], rows: Int[Array, " batch"], step: Int[Array, ""], vocab: int
+) -> Float[Array, "batch _"]:
     keys = jax.vmap(lambda row: jax.random.fold_in(jax.random.fold_in(key, row), step))(rows)
     return jax.vmap(lambda k: jax.random.gumbel(k, (vocab,), jnp.float32))(keys)

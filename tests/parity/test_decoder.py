@@ -20,7 +20,7 @@ MASK = np.stack([np.arange(S) >= 0, np.arange(S) >= 11, np.arange(S) < 9])  # no
 RIGHT = np.arange(S) < LENGTHS[:, None]
 
 
-def reference(model, RIGHT, dtype=torch.float32):
+def reference(model, mask, dtype=torch.float32):
     """Logits, hidden states [state, batch, seq, embed], and the gradients of sum(logits * COTANGENT on the mask)."""
     model = model.to(dtype)
     model.zero_grad()

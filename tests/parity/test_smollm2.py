@@ -1,7 +1,5 @@
 """SmolLM2-135M-Instruct, real weights, through the converter: transformers' logits and its greedy continuations."""
 
-import json
-
 import jax
 import numpy as np
 import pytest
@@ -59,23 +57,22 @@ def test_logits(reference, prompts, model):
     assert np.abs(got - want)[valid].max() <= 1e-4 * np.abs(want[valid]).max()
 
 
-def test_greedy_continuations(reference, prompts, model, smollm2_folder):
-    """22 prompts, up to 64 new tokens each (fewer after an end token): token for token."""
+def test_greedy_continuations(reference, prompts, model):
+    """22 prompts, 64 new tokens each, token for token; no end token, for some of these texts are shorter."""
     mesh, live = model
     tokens, lengths = prompts
-    end = json.loads((smollm2_folder / "config.json").read_text())["eos_token_id"]
     width = tokens.shape[1]
     left, mask = np.zeros_like(tokens), np.zeros_like(tokens)  # transformers continues rows padded on the left
     for row, (ids, length) in enumerate(zip(tokens, lengths, strict=True)):
         left[row, width - length :], mask[row, width - length :] = ids[:length], 1
+    reference.generation_config.eos_token_id = None
     with torch.inference_mode():
         out = reference.generate(
             input_ids=torch.tensor(left), attention_mask=torch.tensor(mask), max_new_tokens=NEW, do_sample=False,
-            eos_token_id=end, pad_token_id=0,
+            pad_token_id=0,
         )[:, width:].numpy()  # fmt: skip
     run = generate(decoder.declare(live.config), mesh)
-    got, counts = run(live, tokens, lengths, max_new_tokens=NEW, stop_ids=(end,))
-    assert len(TEXTS) >= 20 and (np.asarray(counts) == NEW).sum() >= 20
+    got, counts = run(live, tokens, lengths, max_new_tokens=NEW)
+    assert out.shape == (22, NEW) and (np.asarray(counts) == NEW).all()
     for row, (ours, theirs) in enumerate(zip(np.asarray(got), out, strict=True)):
-        count = int(counts[row])
-        assert ours[:count].tolist() == theirs[:count].tolist(), TEXTS[row]
+        assert ours.tolist() == theirs.tolist(), TEXTS[row]

@@ -97,10 +97,10 @@ def collectives(config, degrees, **options):
     """How often each collective over more than one device stands in the compiled forward pass."""
     declared, mesh = decoder.declare(config), make_mesh(**degrees)
     f = jax.jit(decoder.forward(declared, mesh, **options))
-    tokens = jax.ShapeDtypeStruct((2, 8), jnp.int32)
+    tokens = jax.ShapeDtypeStruct((4, 24), jnp.int32)  # divides by every mesh below
     text = f.lower(layout.abstract(declared, mesh), tokens).compile().as_text()
     found = dict.fromkeys(KINDS, 0)
-    for kind, groups in re.findall(rf"= \S+ ({'|'.join(KINDS)})(?:-start)?\(.*?replica_groups=(\S+)", text):
+    for kind, groups in re.findall(rf"= [^=]*? ({'|'.join(KINDS)})(?:-start)?\(.*?replica_groups=(\S+)", text):
         lone = re.match(r"\{\{\d+\}", groups) or re.match(r"\[\d+,1\]", groups)
         found[kind] += not lone
     return {k: n for k, n in found.items() if n}
@@ -128,12 +128,8 @@ PLAIN = Config(vocab=48, embed=32, layers=3, heads=8, kv_heads=4, head_dim=6, ml
 )
 def test_collectives(degrees, options, block, ends):
     """What the docstrings of `Block` and `attention` say, once each (the scan's body), and those of the two ends."""
-    tokens_fit = 8 % (degrees.get("context", 1) * degrees.get("tensor", 1)) == 0
     want = {k: block.get(k, 0) + ends.get(k, 0) for k in {*block, *ends}}
-    got = collectives(PLAIN, degrees, **options)
-    if not tokens_fit:  # cutting the padding off the logits moves them, outside the model
-        got = {k: n for k, n in got.items() if k in want}
-    assert got == want or (not tokens_fit and got.keys() == want.keys() and got["all-gather"] >= 1)
+    assert collectives(PLAIN, degrees, **options) == want
 
 
 def test_hidden_states_without_logits_run_no_further_layer():
