@@ -81,9 +81,8 @@ def save(
                 mine, problem = _write_mine(writer, placed, leaves, source)
         finally:
             writer.drain()
-        parts = distributed.share("save: written", {"leaves": mine, "problem": problem}, timeout=timeout)
-        problems = [p["problem"] for p in parts]
-        distributed.agree(f"save {dst}", next((p for p in problems if p), None), timeout=timeout)
+        parts = distributed.share("save: written", mine, timeout=timeout)
+        distributed.agree(f"save {dst}", problem, timeout=timeout)
         problem = None
         if staging:
             finished, problem = _put_together(placed, parts, provenance_of(source))
@@ -253,7 +252,7 @@ def _put_together(
     """Checksum and provenance of every leaf out of the parts of all processes, and what does not fit together."""
     finished: Finished = {}
     for path, (_, _, grid) in placed.items():
-        found = [p["leaves"][path] for p in parts if path in p["leaves"]]
+        found = [part[path] for part in parts if path in part]
         total = functools.reduce(sums.add, (tuple(f["sums"]) for f in found), (0, 0))
         if sum(f["files"] for f in found) != sum(1 for _ in grid.indices()):
             return {}, f"{path}: not every file was written once: the processes hold it differently"

@@ -1,5 +1,6 @@
 """What each process runs in the tests of checkpoints over several processes."""
 
+import errno
 import os
 import signal
 import sys
@@ -68,6 +69,17 @@ def save_errors(path, to, degrees):
     except ValueError as error:
         return [type(error).__name__, str(error)]
     return None
+
+
+def one_fails_to_save(path, to, degrees, process):
+    """The message on each process where one of them cannot write."""
+    if jax.process_index() == process:
+
+        def full(*_):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        LeafWriter.write = full
+    return save_errors(path, to, degrees)
 
 
 def restore_errors(path, degrees):

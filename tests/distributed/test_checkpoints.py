@@ -83,6 +83,15 @@ def test_every_process_gets_the_error_of_one(saved, tmp_path):
         assert kind == "InputError" and "process 0: embed: " in text and "process 1" not in text
 
 
+@pytest.mark.parametrize("process", [0, 1])
+def test_only_the_process_that_cannot_write_is_blamed(saved, tmp_path, process):
+    arguments = {"path": saved[0], "to": str(tmp_path / "x"), "degrees": {"tensor": 8, "kv_heads": 4}}
+    for kind, text in run(workers.one_fails_to_save, {**arguments, "process": process}):
+        assert kind == "InputError" and f"process {process}: save: no space left at" in text
+        assert f"process {1 - process}" not in text
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(("process", "seconds"), [(0, 16), (1, 6)])
 def test_a_late_process_is_named_in_time(process, seconds):
     outcomes = finish(start(workers.late, {"seconds": seconds, "process": process, "timeout": 2}), timeout=90)
