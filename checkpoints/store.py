@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses as dc
+import errno
 import math
 import os
 import threading
@@ -18,6 +19,7 @@ from shardzoo.checkpoints.orbax_layout import zarr_bytes, zarr_metadata
 from shardzoo.errors import InputError
 
 IN_FLIGHT = 32  # system calls on files at a time
+FULL = (errno.ENOSPC, errno.EDQUOT)  # the disk is full, or this user's share of it
 
 
 def context(*, sync: bool = True) -> ts.Context:
@@ -261,7 +263,8 @@ def files_of(at: Block, grid: Grid) -> set[tuple[int, ...]]:
 def storage_error(what: str, error: Exception, root: Path) -> InputError:
     """An error of the storage as one line that says what failed and what to change."""
     text = str(error)
-    if (isinstance(error, OSError) and error.errno == 28) or "No space left" in text or "os_error_code='28'" in text:
+    number = error.errno if isinstance(error, OSError) else None
+    if number in FULL or any(f"os_error_code='{n}'" in text or os.strerror(n) in text for n in FULL):
         return InputError(f"{what}: no space left at {root}: free some and run again; what is written stays for that")
     if isinstance(error, PermissionError) or "Permission denied" in text or "PERMISSION_DENIED" in text:
         return InputError(f"{what}: not allowed to write below {root}: change its permissions or choose another place")

@@ -86,6 +86,13 @@ def test_storage_that_fails_in_the_middle_names_the_leaf(tmp_path):
     checkpoints.verify(tmp_path / "c")
 
 
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_and_a_used_up_quota_are_told_alike(tmp_path, number):
+    tensorstore = ValueError(f"RESOURCE_EXHAUSTED: Failed to write {os.strerror(number)} [os_error_code='{number}']")
+    for error in (OSError(number, os.strerror(number)), tensorstore):
+        assert str(store.storage_error("embed", error, tmp_path)).startswith(f"embed: no space left at {tmp_path}: ")
+
+
 def test_a_folder_that_may_not_be_written(tmp_path):
     """Root may write anywhere but below /proc; others are refused by the folder's mode."""
     if os.geteuid() == 0:
