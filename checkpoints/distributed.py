@@ -19,6 +19,7 @@ from shardzoo.errors import InputError
 
 TIMEOUT = 600.0  # seconds to wait for other processes
 _RELAY = 10.0  # seconds more for the first process to tell the others who was late
+_LINE = 2.0  # seconds that a connection has to say which process it is
 _rounds = itertools.count()
 
 
@@ -70,15 +71,29 @@ def _gather(port: int, processes: int, timeout: float) -> None:
         server = stack.enter_context(socket.create_server(("", port)))
         while len(come) < processes - 1 and (left := deadline - time.monotonic()) > 0:
             server.settimeout(left)
-            with contextlib.suppress(TimeoutError, ValueError):
-                connection = stack.enter_context(server.accept()[0])
-                connection.settimeout(left)
-                come[int(connection.makefile().readline())] = connection
+            with contextlib.suppress(TimeoutError):
+                connection = server.accept()[0]
+                number = _number(connection)
+                if number in range(1, processes):
+                    come[number] = stack.enter_context(connection)
+                else:
+                    connection.close()
         late = [p for p in range(1, processes) if p not in come]
         for connection in come.values():
-            connection.sendall(json.dumps(late).encode() + b"\n")
+            with contextlib.suppress(OSError):  # it died since; JAX's own start then runs out of time
+                connection.sendall(json.dumps(late).encode() + b"\n")
     if late:
         raise _start_timeout(f"port {port}", late, processes, timeout)
+
+
+def _number(connection: socket.socket) -> int:
+    """The number that a process sends as soon as it is connected; -1 if this is not one, or it broke off."""
+    connection.settimeout(_LINE)
+    try:
+        with connection.makefile() as lines:
+            return int(lines.readline(16))
+    except (OSError, ValueError):
+        return -1
 
 
 def _report(host: str, port: int, process: int, timeout: float) -> None:
