@@ -39,7 +39,7 @@ class Blocks:
 # Matrix units of 128 x 128 (v4, v5e, v5p) and of 256 x 256 (v6e, 7x).
 _NARROW: dict[Pass, Blocks] = {
     "forward": Blocks(q=2048, kv=2048, tile_q=128, tile_kv=128, registers=True),
-    "backward": Blocks(q=1024, kv=1024, tile_q=1024, tile_kv=512),
+    "backward": Blocks(q=1024, kv=1024, tile_q=1024, tile_kv=1024),
     "bias": Blocks(q=512, kv=512, tile_q=512, tile_kv=512),
 }
 _WIDE: dict[Pass, Blocks] = {
@@ -74,7 +74,8 @@ def preset(step: Pass, size: Sizes, itemsize: int, with_bias: bool) -> Blocks:
     wider = itemsize * round_up(size.head_dim, LANES) // (2 * LANES)
     spread = 1 if step == "forward" and not wide else 2
     q = blocks.q // (wider if step == "backward" else max(1, wider // spread))
-    return replace(blocks, q=max(256, q), kv=max(256, blocks.kv // max(1, wider // spread)))
+    kv = blocks.kv // max(1, wider // spread)
+    return replace(blocks, q=max(256, q), kv=max(256, kv), tile_kv=min(blocks.tile_kv, 2048 // itemsize))
 
 
 def fitted(blocks: Blocks, q_len: int, kv_len: int) -> Blocks:
