@@ -7,7 +7,6 @@ backwards fill the files again, in bounded memory.
 import concurrent.futures
 import contextlib
 import dataclasses
-import fcntl
 import functools
 import hashlib
 import itertools
@@ -26,20 +25,20 @@ import numpy as np
 from shardzoo.checkpoints.checkpoint import Checkpoint
 from shardzoo.checkpoints.checkpoint import open as open_checkpoint
 from shardzoo.checkpoints.grid import Grid
-from shardzoo.checkpoints.staging import sync_folder, write_file
-from shardzoo.checkpoints.store import storage_error
+from shardzoo.checkpoints.journal import Journal
+from shardzoo.checkpoints.store import storage_error, sync_folder, write_file
 from shardzoo.convert.backwards import OutFile, OutPiece, cast_of, files_of, index_of
 from shardzoo.convert.convert import BUDGET, LEAST_BUDGET
 from shardzoo.convert.interrupt import Interrupt, held_back
 from shardzoo.convert.memory import few_arenas, peak_memory
-from shardzoo.convert.replacing import replacing
+from shardzoo.convert.replacing import locked, replacing
 from shardzoo.convert.stream import FileDigest, Stopped
 from shardzoo.errors import InputError, fail_if
 from shardzoo.progress import Progress
 
 SUFFIX = ".shardzoo-export"  # of the folder that an export is written in until it is whole
-PART = ".part"  # of each weight file in it until then
-JOURNAL, LOCK = "export.journal", "export.lock"
+JOURNAL, FILES = "export.journal", "files"
+OURS = {JOURNAL, "export.new", FILES}  # all that a killed run may leave
 MOST_BLOCK = 32 << 20
 COPIES = (
     12  # of a block in each thread: its chunks as stored and decoded, the same of the next one, and what malloc keeps
@@ -120,7 +119,7 @@ def export(
         digests = work.run()
         _check_digests(files, digests)
         small = _small_files(checkpoint, files)
-        staging.publish([file.name for file in files], small)
+        staging.publish(small)
     return Report(
         checkpoint=str(checkpoint.path),
         destination=str(dst),
@@ -188,76 +187,67 @@ def _with_dtype(config: bytes, dtype: str) -> bytes:
 
 
 class _Staging:
-    """The folder that an export is written in until it is whole."""
+    """The folder that an export is written in until it is whole: a journal, and the files in a folder of their own.
+
+    Attributes:
+        files: where the files are written; renamed to the destination in the end.
+        finished: weight files that an earlier run of the same checkpoint wrote whole -> SHA-256.
+    """
 
     def __init__(self, dst: Path, checkpoint: Checkpoint, nbytes: int):
         self.dst = dst
-        self.root = dst.with_name(dst.name + SUFFIX)
-        self._identity = hashlib.sha256(checkpoint.manifest.encode()).hexdigest()
-        self._handle: int | None = None
-        self._nbytes = nbytes
+        self.files = dst.with_name(dst.name + SUFFIX) / FILES
         self.finished: dict[str, str] = {}
+        self._root = self.files.parent
+        self._identity = hashlib.sha256(checkpoint.manifest.encode()).hexdigest()
+        self._nbytes = nbytes
         self._lock = threading.Lock()
+        self._held = contextlib.ExitStack()
 
     def __enter__(self) -> "_Staging":
         self._refuse_existing()
-        try:
-            self.root.mkdir(parents=True, exist_ok=True)
-            self._take_lock()
-            self._resume()
-            self._require_space()
-        except OSError as error:
-            self._release()
-            raise storage_error(str(self.dst), error, self.dst.parent) from error
-        except InputError:
-            self._release()
-            raise
+        with contextlib.ExitStack() as stack:
+            try:
+                self._root.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(locked(self._root, self.dst))
+                self._refuse_existing()
+                self._refuse_others()
+                self._journal = Journal(self._root / JOURNAL, self._identity)
+                stack.callback(self._journal.close)
+                self._resume()
+                self._require_space()
+            except OSError as error:
+                raise storage_error(str(self.dst), error, self.dst.parent) from error
+            self._held = stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._release()
+        self._held.close()
 
     def _refuse_existing(self) -> None:
         if os.path.lexists(self.dst):
             raise InputError(f"{self.dst}: exists already: remove it, or choose another destination")
 
-    def _take_lock(self) -> None:
-        names = set(os.listdir(self.root))
-        if names and not names & {JOURNAL, LOCK}:
-            raise InputError(f"{self.root}: left by another program: remove it, or choose another destination")
-        self._handle = os.open(self.root / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise InputError(f"{self.dst}: another process is writing it: wait for that") from None
-        self._refuse_existing()
-
-    def _release(self) -> None:
-        if self._handle is not None:
-            os.close(self._handle)
-            self._handle = None
+    def _refuse_others(self) -> None:
+        if not set(os.listdir(self._root)) <= OURS:
+            raise InputError(f"{self._root}: left by another program: remove it, or choose another destination")
 
     def _resume(self) -> None:
         """Keeps the files that an earlier run of the same checkpoint noted as whole, and removes all others."""
-        journal = self.root / JOURNAL
-        lines = journal.read_bytes().split(b"\n")[:-1] if journal.exists() else []
-        if lines[:1] == [self._identity.encode()]:
-            for line in lines[1:]:
-                name, size, sha256 = json.loads(line)
-                path = self.root / (name + PART)
-                if path.is_file() and path.stat().st_size == size:
-                    self.finished[name] = sha256
-        keep = {self.root / (name + PART) for name in self.finished} | {self.root / LOCK, journal}
-        for folder, _, names in os.walk(self.root):
-            for name in names:
-                if Path(folder, name) not in keep:
-                    os.unlink(os.path.join(folder, name))
-        if lines[:1] != [self._identity.encode()]:
-            write_file(journal, self._identity.encode() + b"\n")
+        for record in self._journal.records:
+            path = self.files / record["file"]
+            if path.is_file() and path.stat().st_size == record["size"]:
+                self.finished[record["file"]] = record["sha256"]
+        self.files.mkdir(exist_ok=True)
+        keep = {self.files / name for name in self.finished}
+        for folder, _, names in os.walk(self.files):
+            for path in (Path(folder, name) for name in names):
+                if path not in keep:
+                    path.unlink()
 
     def _require_space(self) -> None:
-        free = shutil.disk_usage(self.root).free
-        need = self._nbytes - sum((self.root / (name + PART)).stat().st_size for name in self.finished)
+        free = shutil.disk_usage(self.files).free
+        need = self._nbytes - sum((self.files / name).stat().st_size for name in self.finished)
         if free < need + need // 50:
             raise InputError(
                 f"{self.dst}: needs {need:,} bytes, {free:,} are free at {self.dst.parent}: free some, or choose"
@@ -266,27 +256,21 @@ class _Staging:
 
     def note(self, name: str, size: int, sha256: str) -> None:
         """Writes down that a file is whole and on the device."""
-        line = json.dumps([name, size, sha256]).encode() + b"\n"
-        with self._lock, open(self.root / JOURNAL, "ab") as journal:
-            journal.write(line)
-            journal.flush()
-            os.fsync(journal.fileno())
+        with self._lock:
+            self._journal.add({"file": name, "size": size, "sha256": sha256})
 
-    def publish(self, weights: list[str], small: Mapping[str, bytes]) -> None:
-        """Gives every file its name, then the folder."""
+    def publish(self, small: Mapping[str, bytes]) -> None:
+        """Adds the small files and gives the folder its name; after that nothing of it is left here."""
         try:
-            for name in weights:
-                os.rename(self.root / (name + PART), self.root / name)
             for name, data in small.items():
-                (self.root / name).parent.mkdir(parents=True, exist_ok=True)
-                write_file(self.root / name, data)
-            for folder, _, _ in os.walk(self.root):
+                (self.files / name).parent.mkdir(parents=True, exist_ok=True)
+                write_file(self.files / name, data)
+            for folder, _, _ in os.walk(self.files):
                 sync_folder(Path(folder))
             self._refuse_existing()
-            os.unlink(self.root / JOURNAL)
-            os.unlink(self.root / LOCK)
-            os.rename(self.root, self.dst)
+            os.rename(self.files, self.dst)
             sync_folder(self.dst.parent)
+            shutil.rmtree(self._root)
         except OSError as error:
             raise storage_error(str(self.dst), error, self.dst.parent) from error
 
@@ -330,7 +314,7 @@ class _Work:
         return digests
 
     def _guarded(self, file: OutFile) -> str:
-        path = self._staging.root / (file.name + PART)
+        path = self._staging.files / file.name
         self._raise_if_stopped()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

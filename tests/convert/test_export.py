@@ -4,6 +4,8 @@ import hashlib
 import json
 import math
 import os
+import shutil
+import types
 
 import jax
 import numpy as np
@@ -17,6 +19,7 @@ from hypothesis import strategies as st
 
 from shardzoo import checkpoints
 from shardzoo.checkpoints import Grid
+from shardzoo.convert import export as exporting
 from shardzoo.convert.backwards import OutPiece
 from shardzoo.convert.convert import convert
 from shardzoo.convert.export import export, flat_blocks
@@ -224,6 +227,78 @@ def test_an_interrupted_export_carries_on_with_the_files_it_has(ckpt, tmp_path):
     report = export(ckpt, tmp_path / "out")
     assert report.bytes_resumed > 0
     assert tiny_models.files(tmp_path / "out") == tiny_models.files(tmp_path / "whole")
+
+
+@pytest.fixture
+def unfinished(ckpt, tmp_path):
+    """An export stopped when some of its files were whole."""
+
+    def stop(done, total, what):
+        if done > total // 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        export(ckpt, tmp_path / "out", progress=stop)
+    return tmp_path / "out.shardzoo-export"
+
+
+def torn(journal):
+    journal.write_bytes(journal.read_bytes()[:-5] + b"\n")
+
+
+def damaged(journal):
+    data = bytearray(journal.read_bytes())
+    data[len(data) // 2] ^= 1
+    journal.write_bytes(data)
+
+
+@pytest.mark.parametrize("spoil", [torn, damaged, lambda journal: journal.write_bytes(b"\xff\n{}\n"), os.unlink])
+def test_a_journal_that_is_damaged_or_gone_costs_only_what_it_said(ckpt, tmp_path, unfinished, spoil):
+    spoil(unfinished / "export.journal")
+    export(ckpt, tmp_path / "out")
+    export(ckpt, tmp_path / "whole")
+    assert tiny_models.files(tmp_path / "out") == tiny_models.files(tmp_path / "whole")
+    assert sorted(os.listdir(tmp_path)) == ["out", "whole"]
+
+
+@pytest.mark.parametrize("step", ["rename", "rmtree"])
+def test_an_export_stopped_as_it_takes_its_name_is_whole_or_taken_up_again(ckpt, tmp_path, monkeypatch, step):
+    class Killed(BaseException):
+        pass
+
+    def kill(*_):
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(exporting, {"rename": "os", "rmtree": "shutil"}[step], stopping(step, kill))
+        with pytest.raises(Killed):
+            export(ckpt, tmp_path / "out")
+    assert (tmp_path / "out").exists() == (step == "rmtree")
+    if step == "rename":
+        assert export(ckpt, tmp_path / "out").bytes_resumed > 0
+    export(ckpt, tmp_path / "whole")
+    assert tiny_models.files(tmp_path / "out") == tiny_models.files(tmp_path / "whole")
+
+
+def stopping(name, kill):
+    """The module that has this function, with another one in its place."""
+    module = os if hasattr(os, name) else shutil
+    return types.SimpleNamespace(**{**vars(module), name: kill})
+
+
+def test_the_lock_of_an_export_holds_until_it_has_its_name(ckpt, tmp_path, monkeypatch):
+    """Another export that starts right before the rename is refused and takes nothing away."""
+    refused = []
+
+    def rename(old, new):
+        with pytest.raises(InputError, match="another process is writing it"):
+            export(ckpt, tmp_path / "out")
+        refused.append(new)
+        os.rename(old, new)
+
+    monkeypatch.setattr(exporting, "os", stopping("rename", rename))
+    export(ckpt, tmp_path / "out")
+    assert refused == [tmp_path / "out"] and sorted(os.listdir(tmp_path)) == ["out"]
 
 
 def test_a_checkpoint_saved_from_a_running_model_has_no_files_to_go_back_to(tmp_path, ckpt):
