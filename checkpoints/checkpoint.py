@@ -1,12 +1,14 @@
 """An opened checkpoint: its manifest, checked, and reading of blocks on the host."""
 
 import dataclasses as dc
+import functools
 import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tensorstore as ts
 from jaxtyping import Shaped
 
 from shardzoo.checkpoints import store
@@ -15,6 +17,7 @@ from shardzoo.checkpoints.manifest import ASSETS, FORMAT, Json, Leaf, Manifest, 
 from shardzoo.checkpoints.orbax_layout import CHECKPOINT_METADATA, MANIFEST_FILE, STAGING_SUFFIX
 from shardzoo.errors import InputError, fail_if
 from shardzoo.zoo.families import Family, config_from_json, find_family
+from shardzoo.zoo.layout import fill, named
 
 
 @dc.dataclass(frozen=True)
@@ -43,6 +46,18 @@ class Checkpoint:
         return config_from_json(self.family.config, self.manifest.header.config)
 
     @property
+    def declared(self) -> Any:
+        """The declaration of the model, with the dtypes in which its leaves are stored.
+
+        Raises:
+            InputError: no such family, or a config of another version.
+        """
+        declared, leaves = self.family.declare(self.config), self.manifest.leaves
+        params = named(declared)
+        typed = {p: dc.replace(q, dtype=leaves[p].spec.dtype) if p in leaves else q for p, q in params.items()}
+        return fill(declared, typed)
+
+    @property
     def assets(self) -> dict[str, Path]:
         """Small files carried along (config.json, tokenizer files): name -> path."""
         prefix = ASSETS + "/"
@@ -56,7 +71,17 @@ class Checkpoint:
         """
         leaf = self.leaf(path)
         at = tuple(slice(0, n) for n in leaf.spec.shape) if at is None else at
-        return read_block(self.path, path, leaf, at, store.context())
+        if leaf.spec.nbytes == 0:
+            return np.empty([s.stop - s.start for s in at], leaf.spec.dtype)
+        try:
+            array = store.open_array(self.path / leaf.folder, leaf.spec, leaf.grid, self._context)
+            return array[at].read(order="C").result()
+        except (ValueError, OSError) as error:
+            raise damage(path, error) from error
+
+    @functools.cached_property
+    def _context(self) -> ts.Context:
+        return store.context()
 
     def leaf(self, path: str) -> Leaf:
         """The manifest's entry of a leaf.
@@ -68,21 +93,6 @@ class Checkpoint:
             return self.manifest.leaf(path)
         except KeyError:
             raise InputError(f"{self.path}: has no leaf {path!r}: `shardzoo inspect` lists them") from None
-
-
-def read_block(root: Path, path: str, leaf: Leaf, at: Block, ctx) -> Shaped[np.ndarray, "..."]:
-    """One block of a leaf below the checkpoint `root`.
-
-    Raises:
-        InputError: a file that is missing or damaged, naming leaf and file.
-    """
-    if leaf.spec.nbytes == 0:
-        return np.empty([s.stop - s.start for s in at], leaf.spec.dtype)
-    try:
-        array = store.open_array(root / leaf.folder, leaf.spec, leaf.grid, ctx)
-        return array[at].read(order="C").result()
-    except (ValueError, OSError) as error:
-        raise damage(path, error) from error
 
 
 def damage(path: str, error: Exception) -> InputError:

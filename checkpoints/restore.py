@@ -90,7 +90,7 @@ def _declaration(ckpt: Checkpoint, declared: Any, family: str | None, dtype: Any
         raise InputError(f"{ckpt.path}: family={stored!r} is not {family!r}: choose another checkpoint or family")
     given = declared is not None
     if not given:
-        declared = ckpt.family.declare(ckpt.config)
+        declared = ckpt.declared
     problems = tree_problems(declared, ckpt.manifest.leaves, dtypes=given and dtype is None)
     fail_if(problems, f"{ckpt.path}: does not hold the declared model")
     return declared

@@ -172,8 +172,8 @@ def presets(family: str | None, *, json: bool) -> None:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """How replies are drawn; `temperature` 0 takes the likeliest token each time."""
+class ReplyOptions:
+    """How long replies are and how they are drawn; `temperature` 0 takes the likeliest token each time."""
 
     max_new_tokens: int
     temperature: float
@@ -202,7 +202,7 @@ def generate(
     *,
     system: str | None,
     raw: bool,
-    sampling: Sampling,
+    options: ReplyOptions,
     dtype: np.dtype | None,
     degrees: Degrees,
     json: bool,
@@ -213,7 +213,7 @@ def generate(
         from shardzoo.cli import chat
 
     found = checkpoints.open(checkpoint)
-    declared = targets.stored_declaration(found.manifest)
+    declared = found.declared
     if found.manifest.header.family != "decoder":
         raise InputError(f"{checkpoint}: generate runs language models, and this is {found.manifest.header.family!r}")
     if dtype is not None and dtype.itemsize < 2:
@@ -221,11 +221,12 @@ def generate(
     layout.audit(declared, degrees)
     text = chat.read_text_assets(found.assets, str(checkpoint))
     ids = [text.encode(one) if raw else text.encode_chat(one, system) for one in texts]
+    _check_request(declared, ids, options)
     begin = time.monotonic()
     with _room_named(checkpoint, degrees):
         model, mesh = _restore(found, declared, degrees, dtype)
         restored = time.monotonic()
-        replies = _reply(declared, mesh, model, ids, text.end_ids, sampling)
+        replies = _reply(declared, mesh, model, ids, text.end_ids, options)
     seconds = {"restore": restored - begin, "generate": time.monotonic() - restored}
     decoded = [text.decode(reply) for reply in replies]
     if json:
@@ -244,6 +245,16 @@ def generate(
     if sys.stderr.isatty():
         count = sum(map(len, replies))
         note(f"({count} tokens on {degrees}; restore {seconds['restore']:.1f} s, generate {seconds['generate']:.1f} s)")
+
+
+def _check_request(declared: Any, ids: list[list[int]], options: ReplyOptions) -> None:
+    """Refuses prompts and options that generation would refuse, before a weight is read."""
+    with uninterrupted():
+        from shardzoo.zoo.generate import check_prompts
+        from shardzoo.zoo.next_token import Sampling
+
+    check_prompts(declared.config, ids, options.max_new_tokens)
+    Sampling(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
 
 
 @contextlib.contextmanager
@@ -274,7 +285,7 @@ def _restore(found: Any, declared: Any, degrees: Degrees, dtype: np.dtype | None
 
 
 def _reply(
-    declared: Any, mesh: Any, model: Any, ids: list[list[int]], end_ids: tuple[int, ...], sampling: Sampling
+    declared: Any, mesh: Any, model: Any, ids: list[list[int]], end_ids: tuple[int, ...], options: ReplyOptions
 ) -> list[list[int]]:
     """The new tokens of each prompt, without the end token."""
     import jax
@@ -282,7 +293,7 @@ def _reply(
     with uninterrupted():
         from shardzoo.zoo.generate import complete
 
-    options = dataclasses.asdict(sampling)
-    key = jax.random.key(options.pop("seed"))
+    given = dataclasses.asdict(options)
+    key = jax.random.key(given.pop("seed"))
     with working("generating"):
-        return complete(declared, mesh, model, ids, stop_ids=end_ids, key=key, **options)
+        return complete(declared, mesh, model, ids, stop_ids=end_ids, key=key, **given)

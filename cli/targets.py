@@ -6,8 +6,7 @@ from typing import Any
 
 from shardzoo.convert.hub import is_hub_address
 from shardzoo.errors import InputError
-from shardzoo.zoo import layout
-from shardzoo.zoo.families import FAMILIES, config_from_json, find_family, find_preset
+from shardzoo.zoo.families import FAMILIES, find_preset
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,18 +52,8 @@ def find_target(name: str) -> Target:
 def _checkpoint(name: str, path: Path) -> Target:
     from shardzoo import checkpoints
 
-    manifest = checkpoints.open(path).manifest
-    return Target(name, "checkpoint", manifest.header.family, stored_declaration(manifest))
-
-
-def stored_declaration(manifest: Any) -> Any:
-    """The declaration of a checkpoint's model, with the dtypes in which it is stored."""
-    family = find_family(manifest.header.family)
-    declared = family.declare(config_from_json(family.config, manifest.header.config))
-    stored = {path: leaf.spec.dtype for path, leaf in manifest.leaves.items()}
-    params = layout.named(declared)
-    typed = {path: dataclasses.replace(param, dtype=stored.get(path, param.dtype)) for path, param in params.items()}
-    return layout.fill(declared, typed)
+    found = checkpoints.open(path)
+    return Target(name, "checkpoint", found.manifest.header.family, found.declared)
 
 
 def _source(name: str) -> Target:

@@ -256,6 +256,19 @@ def test_a_live_model_without_a_source_takes_family_and_config_from_itself(saved
     assert wide.assets["a"].read_bytes() == b"b"
 
 
+def test_the_declaration_of_a_checkpoint_has_the_stored_dtypes(saved, tmp_path):
+    path, stored = saved
+    declared = toy.Toy.declare(toy.ToyConfig())
+    assert checkpoints.open(path).declared == declared
+    checkpoints.save(tmp_path / "wide", checkpoints.restore(path, make_mesh(), dtype="float32"), declared)
+    wide = checkpoints.open(tmp_path / "wide").declared
+    for name, param in named(wide).items():
+        assert dataclasses.replace(param, dtype=stored[name].dtype) == named(declared)[name]
+        assert param.dtype == (np.int32 if name == "count" else np.float32)
+    part = checkpoints.restore(tmp_path / "wide", make_mesh(), declared=wide, include=["embed"])
+    assert part.embed.dtype == np.float32 and part.blocks.q == wide.blocks.q
+
+
 def test_a_model_that_is_not_of_its_declaration_is_not_saved(saved, tmp_path):
     path, _ = saved
     part = checkpoints.restore(path, make_mesh(), include=["blocks.*"])

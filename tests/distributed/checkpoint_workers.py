@@ -55,8 +55,7 @@ def resave(path, to, degrees, **options):
     """Restores on one mesh and saves from it."""
     ckpt = checkpoints.open(path)
     model = checkpoints.restore(ckpt, make_mesh(**degrees))
-    declared = ckpt.family.declare(ckpt.config)
-    checkpoints.save(to, model, declared, source=ckpt, timeout=60, **options)
+    checkpoints.save(to, model, ckpt.declared, source=ckpt, timeout=60, **options)
     return checkpoints.verify(to).files
 
 
@@ -65,7 +64,7 @@ def save_errors(path, to, degrees):
     ckpt = checkpoints.open(path)
     model = checkpoints.restore(ckpt, make_mesh(**degrees))
     try:
-        checkpoints.save(to, model, ckpt.family.declare(ckpt.config), timeout=60)
+        checkpoints.save(to, model, ckpt.declared, timeout=60)
     except ValueError as error:
         return [type(error).__name__, str(error)]
     return None
@@ -115,7 +114,7 @@ def dies(path, to, degrees, process, timeout):
         LeafWriter.finish = die
     start = time.monotonic()
     try:
-        checkpoints.save(to, model, ckpt.family.declare(ckpt.config), timeout=timeout)
+        checkpoints.save(to, model, ckpt.declared, timeout=timeout)
     except distributed.ProcessTimeout as error:
         return [str(error), time.monotonic() - start, os.path.exists(to), os.path.exists(to + ".orbax-checkpoint-tmp")]
     return None
