@@ -1,7 +1,7 @@
 """Attention on TPU: hand-written Pallas (Mosaic) kernels, forward and backward.
 
 Nothing here has run on a TPU yet. What is known of it comes from three other places: its numbers from Pallas' TPU
-interpreter, against float64; that it compiles for v4, v5e, v5p and v6e, and how many instruction bundles the
+interpreter, against float64; that it compiles for v4, v5e, v5p, v6e and 7x, and how many instruction bundles the
 compiler schedules for it, from the TPU compiler, which needs no TPU; and, by arithmetic, that memory keeps up.
 `benchmarks/attention_tpu.py` prints the schedules beside those of the kernels that JAX ships.
 

@@ -22,7 +22,7 @@ from shardzoo.kernels.flash_attention import flash_attention, tpu_backward, tpu_
 from shardzoo.kernels.flash_attention.options import Extras, Options, Sizes
 
 CASES = {case.name: case for case in [*PLAIN, *MASKED]}
-TOPOLOGIES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
+TOPOLOGIES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "7x": "tpu7x:2x2x1"}
 
 
 def on_chip(chip: str, call, *shapes: jax.ShapeDtypeStruct) -> str:
