@@ -273,7 +273,7 @@ def generate(
     On a machine without accelerators the command makes as many CPU devices as the mesh needs.
     """
     commands = _commands()
-    sampling = commands.Sampling(
+    options = commands.ReplyOptions(
         max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
     )
     commands.generate(
@@ -281,7 +281,7 @@ def generate(
         commands.prompts(prompt),
         system=system,
         raw=raw,
-        sampling=sampling,
+        options=options,
         dtype=dtype,
         degrees=mesh,
         json=json,

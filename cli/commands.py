@@ -253,8 +253,8 @@ def _check_request(declared: Any, ids: list[list[int]], options: ReplyOptions) -
         from shardzoo.zoo.generate import check_prompts
         from shardzoo.zoo.next_token import Sampling
 
-    check_prompts(declared.config, ids, options.max_new_tokens)
     Sampling(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
+    check_prompts(declared.config, ids, options.max_new_tokens)
 
 
 @contextlib.contextmanager

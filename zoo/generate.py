@@ -33,8 +33,6 @@ from shardzoo.zoo.mesh import CONTEXT, DATA, TP
 from shardzoo.zoo.next_token import Sampling, choose
 from shardzoo.zoo.rope import rotary
 
-PROMPT_MULTIPLE = 64  # `complete` pads prompts to a multiple of this, so that few lengths are compiled
-
 
 class State(NamedTuple):
     """Where a generation stands; `step` tokens of each row are chosen, the last of them is not fed yet."""
@@ -356,16 +354,17 @@ def complete(
 ) -> list[list[int]]:
     """The new tokens of each prompt as lists, without the stop token; options are those of `generate`.
 
+    It compiles anew at each call: to answer many batches of one shape, keep the function that `generate` gives.
+
     Raises:
         InputError: as `generate`; an empty prompt, a token outside the vocabulary, or a prompt that leaves less than
             `max_new_tokens` of the model's positions.
     """
-    _check_prompts(declared.config, prompts, max_new_tokens)
+    check_prompts(declared.config, prompts, max_new_tokens)
     if not prompts:
         return []
     lengths = np.array([len(p) for p in prompts], np.int32)
-    width = -(-int(lengths.max()) // PROMPT_MULTIPLE) * PROMPT_MULTIPLE
-    tokens = np.zeros((len(prompts), width), np.int32)
+    tokens = np.zeros((len(prompts), int(lengths.max())), np.int32)
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = prompt
     run = generate(declared, mesh, dtype=dtype)
@@ -374,7 +373,9 @@ def complete(
     return [row[:-1] if row and row[-1] in stop_ids else row for row in rows]
 
 
-def _check_prompts(config: Config, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+def check_prompts(config: Config, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+    """Raises `InputError` naming every prompt that `complete` would refuse; needs no weights."""
+    _check(max_new_tokens)
     problems = []
     for i, prompt in enumerate(prompts):
         outside = sorted({t for t in prompt if not 0 <= t < config.vocab})

@@ -86,10 +86,15 @@ def test_text_is_all_that_standard_output_has(checkpoint):
         (("--mesh", "pipe=2"), ("pipe=2",)),
         (("--max-new-tokens", "1000"), ("max_new_tokens=1000", "max_positions=128")),
         (("--dtype", "float8_e4m3fn"), ("float8_e4m3fn is for storage",)),
+        (("--top-p", "0"), ("top_p=0.0 is not in (0, 1]",)),
     ],
 )
-def test_what_cannot_be_done_is_named(words, named, checkpoint):
-    ended = invoke("generate", checkpoint, "--prompt", "word3", *words)
+def test_what_cannot_be_done_is_named_before_a_weight_is_read(words, named, checkpoint, monkeypatch):
+    def read(*_, **__):
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr(checkpoints, "restore", read)
+    ended = invoke("generate", checkpoint, "--prompt", "word3", "--max-new-tokens", 8, *words)
     assert ended.status == 1 and ended.out == "" and ended.err.startswith("error: ")
     for part in named:
         assert part in ended.err
