@@ -199,7 +199,7 @@ def _find_rules(source: Source, hf: Mapping[str, Any], family: str | None) -> Fa
         return known[family]
     kind = hf.get("model_type", hf.get("_class_name"))
     for rules in known.values():
-        if kind in rules.model_types:
+        if isinstance(kind, str) and kind in rules.model_types:
             return rules
     listed = "; ".join(f"{name} ({', '.join(sorted(rules.model_types))})" for name, rules in known.items())
     raise InputError(

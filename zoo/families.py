@@ -84,7 +84,8 @@ def config_from_json(cls: type, fields: Mapping[str, Any]) -> Any:
     """The config of type `cls` that `config_to_json` wrote.
 
     Raises:
-        InputError: unknown or missing fields, all in one message; values that the config itself refuses.
+        InputError: unknown or missing fields, or values of other types, all in one message; values that the config
+            itself refuses.
     """
     hints = typing.get_type_hints(cls)
     known = {f.name: f for f in dataclasses.fields(cls)}
@@ -94,17 +95,42 @@ def config_from_json(cls: type, fields: Mapping[str, Any]) -> Any:
         for n, f in known.items()
         if n not in fields and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
     )
-    if unknown or missing:
+    problems = [f"unknown fields {unknown}, missing fields {missing}"] if unknown or missing else []
+    values = {name: _typed(hints[name], value) for name, value in fields.items() if name in known}
+    problems += [
+        f"{n}={fields[n]!r} is not {_shown(hints[n])}" for n, value in values.items() if not _fits(hints[n], value)
+    ]
+    if problems:
         raise InputError(
-            f"{cls.__module__}.{cls.__name__}: unknown fields {unknown}, missing fields {missing}:"
+            f"{cls.__module__}.{cls.__name__}: {'; '.join(problems)}:"
             " the config was written by another version of shardzoo"
         )
-    return cls(**{name: _typed(hints[name], value) for name, value in fields.items()})
+    return cls(**values)
+
+
+def _shown(hint: Any) -> str:
+    return hint.__name__ if isinstance(hint, type) else str(hint)
+
+
+def _options(hint: Any) -> tuple[Any, ...]:
+    return typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
 
 
 def _typed(hint: Any, value: Any) -> Any:
-    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    nested = [option for option in options if dataclasses.is_dataclass(option)]
+    nested = [option for option in _options(hint) if dataclasses.is_dataclass(option)]
     if nested and isinstance(value, Mapping):
         return config_from_json(nested[0], value)
     return tuple(value) if isinstance(value, list) else value
+
+
+def _fits(hint: Any, value: Any) -> bool:
+    """Whether a value is of the type that a field is declared with; a whole number will do for a float."""
+    if isinstance(hint, types.UnionType):
+        return any(_fits(option, value) for option in _options(hint))
+    args = typing.get_args(hint)
+    if typing.get_origin(hint) is typing.Literal:
+        return value in args
+    if typing.get_origin(hint) is tuple:
+        items = args[:1] * len(value) if args[1:] == (...,) and isinstance(value, tuple) else args
+        return isinstance(value, tuple) and len(items) == len(value) and all(map(_fits, items, value))
+    return type(value) is hint or (hint is float and type(value) is int)

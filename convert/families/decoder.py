@@ -4,12 +4,13 @@ Facts taken from the configuration and modeling files of transformers 5 for thes
 configs (older field names included).
 """
 
-from collections.abc import Collection, Mapping
+import math
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from shardzoo.convert.families import FamilyRules, Layout
 from shardzoo.convert.rules import Rule
-from shardzoo.errors import fail_if
+from shardzoo.errors import InputError, fail_if
 from shardzoo.zoo import decoder
 from shardzoo.zoo.rope import Rope
 
@@ -101,6 +102,39 @@ _SIZES = (
     "max_position_embeddings",
 )
 _ROPE_TYPES = ("default", "linear", "llama3")
+_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
+
+def _whole(value: Any) -> bool:
+    return type(value) is int and value >= 1
+
+
+def _number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def _names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+
+# What each field that is read must be, where it is there and not null.
+_FIELDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    name: kind
+    for kind, names in {
+        (_whole, "a whole number from 1"): (*_SIZES, "num_key_value_heads", "head_dim"),
+        (lambda value: type(value) is int, "a whole number"): ("sliding_window", "max_window_layers"),
+        (_number, "a number"): ("rms_norm_eps", "rope_theta", "partial_rotary_factor", *_LLAMA3),
+        (lambda value: type(value) is bool, "true or false"): (
+            "attention_bias",
+            "mlp_bias",
+            "tie_word_embeddings",
+            "use_sliding_window",
+        ),
+        (lambda value: isinstance(value, Mapping), "an object"): ("rope_scaling", "rope_parameters"),
+        (_names, "a list of names"): ("layer_types",),
+    }.items()
+    for name in names
+}
 
 
 def read_config(source: Mapping[str, Any], keys: Collection[str]) -> decoder.Config:
@@ -115,8 +149,12 @@ def read_config(source: Mapping[str, Any], keys: Collection[str]) -> decoder.Con
     """
     text = _text_config(source)
     kind = text["model_type"]
+    fail_if(
+        _malformed({**source, **text}) or _malformed(_rope_fields(text)),
+        "config.json: has values that are not of the kind that its fields hold",
+    )
     problems = _unsupported(text, kind) + _quantized(source)
-    problems += [f"{name} is missing" for name in _SIZES if name not in text]
+    problems += [f"{name} is missing" for name in _SIZES if text.get(name) is None]
     fail_if(problems, f"config.json: model_type={kind!r} as given is not one that the decoder family runs")
     heads = text["num_attention_heads"]
     window, windowed = _sliding(text, kind)
@@ -128,7 +166,7 @@ def read_config(source: Mapping[str, Any], keys: Collection[str]) -> decoder.Con
         kv_heads=_first(text.get("num_key_value_heads", _KV_HEADS.get(kind)), heads),
         head_dim=_first(text.get("head_dim"), _HEAD_DIM.get(kind), text["hidden_size"] // heads),
         mlp=text["intermediate_size"],
-        norm_eps=float(text.get("rms_norm_eps", 1e-6)),
+        norm_eps=float(_first(text.get("rms_norm_eps"), 1e-6)),
         rope=_rope(text, kind),
         qkv_bias=kind.startswith("qwen2") or _flag(text, "attention_bias", kind),
         out_bias=_flag(text, "attention_bias", kind),
@@ -139,6 +177,14 @@ def read_config(source: Mapping[str, Any], keys: Collection[str]) -> decoder.Con
         sliding_layers=windowed,
         max_positions=text["max_position_embeddings"],
     )
+
+
+def _malformed(fields: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{name}={fields[name]!r} is not {words}"
+        for name, (fits, words) in _FIELDS.items()
+        if fields.get(name) is not None and not fits(fields[name])
+    ]
 
 
 def _first(*values: Any) -> Any:
@@ -162,7 +208,9 @@ def _text_config(source: Mapping[str, Any]) -> dict[str, Any]:
             "config.json: not a model of the decoder family",
         )
     nested = source.get("text_config") or {name: value for name, value in source.items() if name != "vision_config"}
-    inner = nested.get("model_type", _MULTIMODAL[kind])
+    if not isinstance(nested, Mapping):
+        raise InputError(f"config.json: text_config is a {type(nested).__name__} where an object is expected")
+    inner = str(nested.get("model_type", _MULTIMODAL[kind]))
     inner = _MULTIMODAL.get(inner, inner)
     fail_if(
         [] if inner in _TEXT else [f"text_config: model_type={inner!r} is not one of {', '.join(sorted(_TEXT))}"],
@@ -192,7 +240,7 @@ def _unsupported(text: Mapping[str, Any], kind: str) -> list[str]:
     else:
         wanted = {"linear": ("factor",), "llama3": _LLAMA3}.get(rope_type, ())
         problems += [f"rope type {rope_type!r}: {name} is missing" for name in wanted if rope.get(name) is None]
-    partial = rope.get("partial_rotary_factor", text.get("partial_rotary_factor", 1.0))
+    partial = _first(rope.get("partial_rotary_factor"), text.get("partial_rotary_factor"), 1.0)
     if partial != 1.0:
         problems.append(f"partial_rotary_factor={partial} is not supported: only 1.0 is")
     other = {*(text.get("layer_types") or ())} - {"full_attention", "sliding_attention"}
@@ -210,16 +258,13 @@ def _quantized(source: Mapping[str, Any]) -> list[str]:
     return [f"quantization_config: {method!r} weights are not supported: use the unquantized export"]
 
 
-_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-
-
 def _rope_fields(text: Mapping[str, Any]) -> dict[str, Any]:
     old = {"rope_theta": text["rope_theta"]} if text.get("rope_theta") is not None else {}
     return {**old, **(text.get("rope_scaling") or {}), **(text.get("rope_parameters") or {})}
 
 
 def _rope_type(rope: Mapping[str, Any], kind: str) -> str:
-    name = _first(rope.get("rope_type"), rope.get("type"), "default")
+    name = str(_first(rope.get("rope_type"), rope.get("type"), "default"))
     # For text alone all three position rows of multimodal rotary are equal, which is the ordinary kind.
     return "default" if name == "mrope" and kind.endswith("_vl_text") else name
 
@@ -227,7 +272,7 @@ def _rope_type(rope: Mapping[str, Any], kind: str) -> str:
 def _rope(text: Mapping[str, Any], kind: str) -> Rope:
     rope = _rope_fields(text)
     name = _rope_type(rope, kind)
-    theta = float(rope.get("rope_theta", _THETA.get(kind, 1e4)))
+    theta = float(_first(rope.get("rope_theta"), _THETA.get(kind), 1e4))
     if name == "linear":
         return Rope(theta=theta, scaling="linear", factor=float(rope["factor"]))
     if name == "llama3":
@@ -253,7 +298,7 @@ def _sliding(text: Mapping[str, Any], kind: str) -> tuple[int | None, tuple[bool
         return None, None
     layers = text["num_hidden_layers"]
     types = text.get("layer_types")
-    first = text.get("max_window_layers", 80 if kind.endswith("_vl_text") else 28)
+    first = _first(text.get("max_window_layers"), 80 if kind.endswith("_vl_text") else 28)
     windowed = (
         tuple(name == "sliding_attention" for name in types) if types else tuple(i >= first for i in range(layers))
     )

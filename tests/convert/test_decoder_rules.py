@@ -228,6 +228,72 @@ def test_what_the_decoder_does_not_do_is_refused_by_name(more, words):
     assert all(word in str(error.value) for word in words)
 
 
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "max_position_embeddings",
+    "head_dim",
+)
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *((name, value) for name in SIZES for value in ("64", 0, -1, 64.0, True, [64], {})),
+        *((name, value) for name in ("rms_norm_eps", "rope_theta") for value in ("1e-5", [1], float("nan"), True)),
+        *((name, value) for name in ("rope_scaling", "rope_parameters") for value in ([8.0], "linear", 2)),
+        *((name, "true") for name in ("tie_word_embeddings", "attention_bias", "use_sliding_window")),
+        *(("layer_types", value) for value in ("full_attention", [1, 2], [["full_attention"]], {})),
+        ("sliding_window", "4096"),
+        ("max_window_layers", "28"),
+    ],
+)
+def test_values_that_a_field_cannot_hold_are_refused_by_name(name, value):
+    config = {**hf("qwen3", QWEN3_8B, head_dim=128), name: value}
+    with pytest.raises(InputError, match=rf"{name}=.* is not "):
+        read_config(config, ())
+
+
+@pytest.mark.parametrize("name", LLAMA3)
+@pytest.mark.parametrize("value", ["8", [8], {}])
+def test_malformed_numbers_of_rope_are_refused(name, value):
+    config = hf("llama", QWEN3_8B, rope_scaling={"rope_type": "llama3", **LLAMA3, name: value})
+    with pytest.raises(InputError, match=rf"{name}=|differ from layer to layer"):
+        read_config(config, ())
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": ["llama"]},
+        {"model_type": {}},
+        {"model_type": None},
+        {"model_type": "mistral3", "text_config": [1]},
+        {"model_type": "mistral3", "text_config": {"model_type": ["mistral"]}},
+        hf("llama", QWEN3_8B, rope_scaling={"rope_type": ["llama3"]}),
+        hf("llama", QWEN3_8B, quantization_config=3),
+        hf("llama", QWEN3_8B, hidden_act=["silu"]),
+    ],
+)
+def test_malformed_configs_are_refused_and_end_in_no_traceback(tmp_path, config):
+    with pytest.raises(InputError):
+        read_config(config, ())
+    write_hollow(tmp_path, decoder_keys(**{**QWEN3_8B, "layers": 2}), config)
+    with pytest.raises(InputError):
+        plan_conversion(tmp_path)
+
+
+def test_null_is_as_good_as_nothing_where_there_is_a_default():
+    names = ("rms_norm_eps", "rope_theta", "rope_scaling", "layer_types", "attention_bias", "tie_word_embeddings")
+    plain = {key: value for key, value in hf("qwen3", QWEN3_8B, head_dim=128).items() if key not in names}
+    assert read_config(plain | dict.fromkeys(names), ()) == read_config(plain, ())
+
+
 def test_missing_sizes_are_all_named():
     with pytest.raises(InputError, match=r"hidden_size is missing(.|\n)*num_hidden_layers is missing"):
         read(model_type="llama", vocab_size=10)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from typing import Literal
 
 import pytest
 
@@ -13,7 +14,7 @@ from shardzoo.zoo.families import Family, config_from_json, config_to_json, find
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Inner:
     theta: float
-    kind: str = "none"
+    kind: Literal["none", "x"] = "none"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,3 +50,28 @@ def test_names(monkeypatch):
         find_preset("tinny/one")
     with pytest.raises(InputError, match=r"preset='tiny/two' is not in this zoo: There are one"):
         find_preset("tiny/two")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("layers", "3", "layers='3' is not int"),
+        ("layers", True, "layers=True is not int"),
+        ("layers", 2.0, "layers=2.0 is not int"),
+        ("layers", None, "layers=None is not int"),
+        ("inner", 7, "inner=7 is not Inner"),
+        ("inner", None, "inner=None is not Inner"),
+        ("inner", [1, 2], "inner="),
+        ("inner", {"theta": "1e4"}, "theta='1e4' is not float"),
+        ("inner", {"theta": 1.0, "kind": "third"}, "kind='third' is not"),
+        ("other", "x", "other='x' is not"),
+        ("pattern", [True, 1], "pattern="),
+        ("pattern", {"0": True}, "pattern="),
+        ("pattern", "ab", "pattern='ab'"),
+    ],
+)
+def test_values_of_other_types_are_refused_by_name(name, value, words):
+    whole = config_to_json(CONFIG)
+    assert config_from_json(Config, {**whole, "inner": {"theta": 1}}).inner.theta == 1
+    with pytest.raises(InputError, match=words):
+        config_from_json(Config, {**whole, name: value})
