@@ -21,7 +21,7 @@ FORMAT = "shardzoo"
 VERSION = 1
 PARAMS, CARRIED, MANIFEST = "params", "carried", "manifest"
 ASSETS = "manifest/assets"  # inside an item, for Orbax takes every folder at the top for an item
-KINDS = ("safetensors", "pt-zip", "pt-legacy", "live")
+KINDS = ("safetensors", "pt-zip", "pt-legacy")
 INTEGERS = ("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "int2", "int4")
 FLOATS = ("float16", "bfloat16", "float32", "float64", "complex64", "float4_e2m1fn", "float8_e8m0fnu")
 FLOATS8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e4m3b11fnuz", "float8_e5m2", "float8_e5m2fnuz")
@@ -56,9 +56,9 @@ class Source:
 
     Attributes:
         name: path relative to the source folder.
-        kind: safetensors, pt-zip, pt-legacy, or live (saved from a running model).
+        kind: safetensors, pt-zip or pt-legacy.
         size: bytes.
-        sha256: of the whole file; None where it was not read whole.
+        sha256: of the whole file; None where the values have changed since (saved from a running model).
         header: the file's own header as text, so that it can be written again byte for byte (safetensors).
         detail: anything else that export needs.
     """
@@ -86,8 +86,7 @@ class ManifestHeader:
     Attributes:
         family: name in the registry of families.
         config: the model's config as JSON (`config_to_json`).
-        variant: preset it equals, if any.
-        component: role of this model in its pipeline ("model", "transformer", "vae", "text_encoder").
+        component: the part of its source that this model is ("language_model"); "model" where no converter said so.
         sources: files it came from.
         skipped: source tensors left out.
         aliases: source key -> source key of equal values stored once (tied weights).
@@ -96,7 +95,6 @@ class ManifestHeader:
 
     family: str
     config: Json
-    variant: str | None = None
     component: str = "model"
     sources: tuple[Source, ...] = ()
     skipped: tuple[Skipped, ...] = ()
@@ -239,7 +237,7 @@ def _names(kinds: tuple[type, ...]) -> str:
 NONE = type(None)
 TOP = {
     "format": (str,), "version": (int,), "producer": (str,), "family": (str,), "config": (dict,),
-    "config_sha256": (str,), "variant": (str, NONE), "component": (str,), "sources": (list,), "skipped": (list,),
+    "config_sha256": (str,), "component": (str,), "sources": (list,), "skipped": (list,),
     "aliases": (dict,), "detail": (dict,), "leaves": (dict,), "carried": (dict,), "files": (dict,),
 }  # fmt: skip
 SOURCE = {
@@ -272,7 +270,7 @@ def decode(data: bytes, where: str) -> Manifest:
     r.check(all(isinstance(v, str) for v in top["aliases"].values()), "aliases: a value is not a key")
     fail_if(r.problems, f"{where}: not a manifest")
     header = ManifestHeader(
-        family=top["family"], config=top["config"], variant=top["variant"], component=top["component"],
+        family=top["family"], config=top["config"], component=top["component"],
         sources=tuple(s for w, v in r.items("sources", top["sources"]) if (s := _source(r, w, v))),
         skipped=tuple(k for w, v in r.items("skipped", top["skipped"]) if (k := _skipped(r, w, v))),
         aliases=top["aliases"], detail=top["detail"],

@@ -18,6 +18,7 @@ from shardzoo.checkpoints.manifest import Source as SourceRecord
 from shardzoo.checkpoints.staging import check_destination
 from shardzoo.checkpoints.store import storage_error
 from shardzoo.checkpoints.writer import CheckpointWriter, place_leaves, stored_bytes
+from shardzoo.convert.families import rules_of
 from shardzoo.convert.interrupt import Interrupt, held_back
 from shardzoo.convert.memory import few_arenas, peak_memory
 from shardzoo.convert.plan import Plan, check_ties, make_plan
@@ -237,6 +238,7 @@ def _header(source: Source, plan: Plan) -> ManifestHeader:
     return ManifestHeader(
         family=plan.family,
         config=config_to_json(plan.config),
+        component=rules_of(plan.family).part,
         sources=_sources(source, {}),
         skipped=tuple(Skipped(key=key, reason=reason) for key, reason in plan.skipped.items()),
         aliases=plan.aliases,

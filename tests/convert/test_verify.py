@@ -8,6 +8,7 @@ import safetensors.torch
 import tiny_models
 import torch
 
+from shardzoo import checkpoints
 from shardzoo.convert.convert import convert
 from shardzoo.convert.verify import compare, verify
 from shardzoo.errors import InputError
@@ -117,6 +118,7 @@ def test_tied_and_left_out_tensors(tmp_path):
     assert report.equal and next(t for t in report.tensors if t.key == "lm_head.weight").leaves == ("embed.weight",)
     source = tiny_models.save("mistral3", tmp_path / "source")
     convert(source, tmp_path / "text", component="language_model", sync=False)
+    assert checkpoints.open(tmp_path / "text").manifest.header.component == "language_model"
     report = compare(tmp_path / "text", source)
     assert report.equal and not any("vision" in t.key for t in report.tensors)
 
