@@ -102,7 +102,7 @@ def save_all(folder: Path, saved_on: dict, mib: int, engines: list) -> None:
 
 
 def restore_once(folder: Path, engine: str, degrees: dict, mib: int) -> dict:
-    """One restore: seconds, of one CPU too, bytes read, bytes of the distinct shards held, checksums of all leaves."""
+    """One restore: seconds, of one CPU too, bytes read, bytes of the distinct shards held."""
     import jax
     from orbax.checkpoint import v1 as ocp
 
