@@ -24,13 +24,12 @@ from shardzoo.convert.memory import few_arenas, peak_memory
 from shardzoo.convert.plan import Plan, check_ties, make_plan
 from shardzoo.convert.replacing import replacing
 from shardzoo.convert.source import Source, open_source, row_blocks
-from shardzoo.convert.stream import COPIES, Stream
+from shardzoo.convert.stream import COPIES, Stream, least_budget
 from shardzoo.errors import InputError
 from shardzoo.progress import Progress
 from shardzoo.zoo.families import config_to_json
 
 BUDGET = 96 << 20  # bytes in flight, unless the caller says otherwise
-LEAST_BUDGET = 16 << 20
 PROBE_BYTES = 32 << 20
 
 
@@ -127,7 +126,8 @@ def convert(
         dst: where the checkpoint will be.
         family, component, dtype, config, prefix: see `make_plan`.
         variant, select: see `open_source`.
-        memory_budget: bytes of values in flight (default 96 MiB); peak memory is about this and the interpreter.
+        memory_budget: bytes of values in flight (default 96 MiB, or what the largest block needs if that is more);
+            peak memory is about this and the interpreter.
         dry_run: check everything and predict time and memory, but write nothing.
         resume: carry on an interrupted run of the same plan; False starts again.
         overwrite: replace a checkpoint at `dst`, once the new one is whole.
@@ -139,7 +139,6 @@ def convert(
             exists, is full or not writable.
     """
     began = time.perf_counter()
-    budget = _checked_budget(memory_budget)
     few_arenas()
     with held_back() as interrupt, open_source(src, variant=variant, select=select) as source:
         plan = make_plan(source, family=family, component=component, dtype=dtype, config=config, prefix=prefix)
@@ -147,6 +146,7 @@ def convert(
         if not overwrite or not _is_checkpoint(target):
             check_destination(target)
         interrupt.check()
+        budget = _checked_budget(memory_budget, source, plan)
         check_ties(source, plan)
         if dry_run:
             return _predict(source, plan, target, str(src), budget)
@@ -170,13 +170,14 @@ def convert(
     )
 
 
-def _checked_budget(memory_budget: int | None) -> int:
-    budget = BUDGET if memory_budget is None else memory_budget
-    if budget < LEAST_BUDGET:
+def _checked_budget(memory_budget: int | None, source: Source, plan: Plan) -> int:
+    grids = {path: grid for path, (_, _, grid) in place_leaves(*_specs(plan)).items()}
+    least = least_budget(source, plan, grids)
+    if memory_budget is not None and memory_budget < max(least, 1):
         raise InputError(
-            f"memory_budget={budget} is below the {LEAST_BUDGET} bytes that blocks in flight need: raise it"
+            f"memory_budget={memory_budget} is below the {least} bytes that the largest block needs: raise it"
         )
-    return budget
+    return max(BUDGET, least) if memory_budget is None else memory_budget
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,7 +28,7 @@ from shardzoo.checkpoints.grid import Grid
 from shardzoo.checkpoints.journal import Journal
 from shardzoo.checkpoints.store import storage_error, sync_folder, write_file
 from shardzoo.convert.backwards import OutFile, OutPiece, cast_of, files_of, index_of
-from shardzoo.convert.convert import BUDGET, LEAST_BUDGET
+from shardzoo.convert.convert import BUDGET
 from shardzoo.convert.interrupt import Interrupt, held_back
 from shardzoo.convert.memory import few_arenas, peak_memory
 from shardzoo.convert.replacing import locked, replacing
@@ -40,9 +40,9 @@ SUFFIX = ".shardzoo-export"  # of the folder that an export is written in until 
 JOURNAL, FILES = "export.journal", "files"
 OURS = {JOURNAL, "export.new", FILES}  # all that a killed run may leave
 MOST_BLOCK = 32 << 20
-COPIES = (
-    12  # of a block in each thread: its chunks as stored and decoded, the same of the next one, and what malloc keeps
-)
+# Of a block in each thread: its chunks as stored and decoded, the same of the next one, and what malloc keeps.
+COPIES = 12
+LEAST_BLOCK = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,8 +106,10 @@ def export(
     checkpoint = ckpt if isinstance(ckpt, Checkpoint) else open_checkpoint(ckpt)
     name = _layout(checkpoint, layout)
     budget = BUDGET if memory_budget is None else memory_budget
-    if budget < LEAST_BUDGET:
-        raise InputError(f"memory_budget={budget} is below the {LEAST_BUDGET} bytes that blocks need: raise it")
+    if budget < COPIES * LEAST_BLOCK:
+        raise InputError(
+            f"memory_budget={budget} is below the {COPIES * LEAST_BLOCK} bytes that a block needs: raise it"
+        )
     few_arenas()
     files = files_of(checkpoint)
     target = Path(os.path.abspath(dst))
@@ -289,8 +291,8 @@ class _Work:
     ):
         self._checkpoint, self._staging, self._files, self._progress = checkpoint, staging, files, progress
         self._interrupt = interrupt
-        self._threads = max(1, min(len(files), os.cpu_count() or 2))
-        self._most = max(1 << 20, min(MOST_BLOCK, budget // (COPIES * self._threads)))
+        self._threads = max(1, min(len(files), os.cpu_count() or 2, budget // (COPIES * LEAST_BLOCK)))
+        self._most = min(MOST_BLOCK, budget // (COPIES * self._threads))
         self._total, self._done = sum(file.size for file in files), 0
         self._lock = threading.Lock()
         self._stop = threading.Event()

@@ -7,9 +7,10 @@ is written once, by a second set of threads. What is in flight at any time stays
 import concurrent.futures
 import hashlib
 import itertools
+import math
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from shardzoo.checkpoints.store import Budget
 from shardzoo.checkpoints.writer import CheckpointWriter
 from shardzoo.convert.interrupt import Interrupt
 from shardzoo.convert.plan import LeafPlan, Plan
-from shardzoo.convert.rules import Part, Piece, Ranges, part
+from shardzoo.convert.rules import Part, Piece, Ranges, part, volume
 from shardzoo.convert.source import Source, TensorInfo
 from shardzoo.errors import InputError
 from shardzoo.progress import Progress
@@ -81,9 +82,35 @@ def blocks_of(ranges: Ranges, grid: Grid) -> Iterator[Ranges]:
         yield tuple((s.start, s.stop) for s in grid.block(index))
 
 
+def rows_of(info: TensorInfo, share: Part) -> slice | None:
+    """The rows of a tensor that are read for a share of it, or None for a tensor without rows."""
+    return slice(*share.rows) if info.shape else None
+
+
+def cost_of(info: TensorInfo, share: Part, itemsize: int) -> int:
+    """Bytes that a share needs from its reading to its last written byte; `itemsize` is that of the leaf."""
+    start, stop = share.rows if info.shape else (0, 1)
+    read = (stop - start) * math.prod(info.shape[1:]) * info.dtype.itemsize
+    return read + (COPIES - 1) * volume(share.at) * itemsize
+
+
+def least_budget(source: Source, plan: Plan, grids: Mapping[str, Grid]) -> int:
+    """Bytes that the most expensive share of a conversion needs: no budget below can hold."""
+    return max(
+        (
+            cost_of(source.tensors[piece.source], share, leaf.spec.dtype.itemsize)
+            for path, leaf in plan.leaves.items()
+            for piece in leaf.pieces
+            for block in blocks_of(piece.at, grids[path])
+            if (share := part(piece, block))
+        ),
+        default=0,
+    )
+
+
 def take(source: Source, piece: Piece, share: Part) -> tuple[slice | None, np.ndarray, np.ndarray]:
     """The rows read for a share of a piece: their range, the rows whole, and the values in the shape of the leaf."""
-    rows = slice(*share.rows) if source.tensors[piece.source].shape else None
+    rows = rows_of(source.tensors[piece.source], share)
     whole = source.read(piece.source, rows)
     columns = (slice(None), *(slice(a, b) for a, b in share.columns)) if rows else ()
     flat = whole[columns].reshape(-1)
@@ -133,7 +160,7 @@ class Stream:
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._halves: dict[tuple[str, Ranges], tuple[np.ndarray, list[int]]] = {}
-        self._left = {path: _count(leaf, writer.grid(path)) for path, leaf in plan.leaves.items()}
+        self._left = {path: math.prod(writer.grid(path).shape) for path in plan.leaves}
         self._by_key: dict[str, list[Piece]] = {}
         for leaf in plan.leaves.values():
             for piece in leaf.pieces:
@@ -217,13 +244,17 @@ class Stream:
             self._read_share(piece, block, share, digest)
 
     def _read_share(self, piece: Piece, block: Ranges, share: Part, digest: FileDigest | None) -> None:
-        rows, whole, values = take(self._source, piece, share)
-        if digest is not None:
-            self._take_digest(digest, piece.source, rows, whole)
-        made = values.size * self._plan.leaves[piece.target].spec.dtype.itemsize
-        cost = whole.nbytes + (COPIES - 1) * made
-        held = Held(self._budget, cost, lambda: self._source.release(piece.source, rows))
-        self._writers.submit(self._guarded, self._write_share, piece, block, share, values, held)
+        info = self._source.tensors[piece.source]
+        cost = cost_of(info, share, self._plan.leaves[piece.target].spec.dtype.itemsize)
+        held = Held(self._budget, cost, lambda: self._source.release(piece.source, rows_of(info, share)))
+        try:
+            rows, whole, values = take(self._source, piece, share)
+            if digest is not None:
+                self._take_digest(digest, piece.source, rows, whole)
+            self._writers.submit(self._guarded, self._write_share, piece, block, share, values, held)
+        except BaseException:
+            held.release()
+            raise
 
     def _take_digest(self, digest: FileDigest, key: str, rows: slice | None, whole: np.ndarray) -> None:
         """Takes the digest on to the end of these rows.
@@ -286,7 +317,7 @@ class Stream:
     def _count(self, piece: Piece, ranges: Ranges, *, resumed: bool) -> None:
         """Notes that a share is stored; the last one finishes its leaf."""
         path = piece.target
-        elements = int(np.prod([b - a for a, b in ranges], dtype=np.int64))
+        elements = volume(ranges)
         nbytes = elements * self._plan.leaves[path].spec.dtype.itemsize
         with self._lock:
             self._left[path] -= elements
@@ -300,10 +331,6 @@ class Stream:
 
     def _finish(self, path: str) -> None:
         self._writer.finish_leaf(path, provenance(self._source, self._plan.leaves[path]))
-
-
-def _count(leaf: LeafPlan, grid: Grid) -> int:
-    return int(np.prod(grid.shape, dtype=np.int64))
 
 
 def _slices(ranges: Ranges) -> tuple[slice, ...]:

@@ -1,11 +1,13 @@
 """Conversion of tiny models as users have them: every value in its place, bit for bit, and what is refused and why."""
 
 import contextlib
+import functools
 import json
 import os
 import shutil
 import subprocess
 import sys
+import threading
 import types
 
 import numpy as np
@@ -16,8 +18,10 @@ import tiny_models
 import torch
 
 from shardzoo import checkpoints
-from shardzoo.convert import replacing
+from shardzoo.convert import convert as conversion
+from shardzoo.convert import replacing, stream
 from shardzoo.convert.convert import convert, plan_conversion
+from shardzoo.convert.source import open_source
 from shardzoo.errors import InputError
 
 LAYERS = 3
@@ -400,8 +404,10 @@ def test_a_full_disk_is_known_beforehand(source, tmp_path, monkeypatch):
     assert not (tmp_path / "ckpt").exists()
 
 
-def test_blocks_larger_than_one_file_stream_under_a_small_budget(tmp_path):
-    """Leaves above 1 MiB, cut into several files, whose blocks come from single source tensors."""
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    """Leaves above 1 MiB, cut into several files, whose blocks come from single source tensors: folder and values."""
+    tmp_path = tmp_path_factory.mktemp("large")
     rng = np.random.default_rng(0)
     source = tmp_path / "source"
     source.mkdir()
@@ -416,8 +422,60 @@ def test_blocks_larger_than_one_file_stream_under_a_small_budget(tmp_path):
         state |= {f"{block}mlp.down_proj.weight": (512, 1536)}
         state |= {f"{block}{n}_layernorm.weight": (512,) for n in ("input", "post_attention")}
     values = {key: rng.standard_normal(shape, np.float32) for key, shape in state.items()}
-    safetensors.numpy.save_file(values, source / "model.safetensors")
-    convert(source, tmp_path / "ckpt", memory_budget=16 << 20, sync=False)
+    keys = list(values)
+    for i in range(4):
+        safetensors.numpy.save_file(
+            {k: values[k] for k in keys[i::4]}, source / f"model-{i + 1:05}-of-00004.safetensors"
+        )
+    return source, values
+
+
+def test_a_budget_that_the_largest_block_passes_is_refused_with_the_bytes_it_needs(large, tmp_path):
+    source, _ = large
+    with pytest.raises(InputError, match=r"memory_budget=10000000 is below the \d+ bytes") as error:
+        convert(source, tmp_path / "ckpt", memory_budget=10_000_000, sync=False)
+    least = int(str(error.value).split()[4])
+    embed = 20480 * 512 * 4
+    assert embed < least <= 3 * (32 << 20)
+    with pytest.raises(InputError, match="is below"):
+        convert(source, tmp_path / "ckpt", memory_budget=least - 1, dry_run=True)
+    convert(source, tmp_path / "ckpt", memory_budget=least, dry_run=True)
+    assert not (tmp_path / "ckpt").exists()
+
+
+@pytest.mark.parametrize("strategy", ["mmap", "pread"])
+def test_blocks_in_flight_stay_within_the_budget(large, tmp_path, monkeypatch, strategy):
+    """Counted from before each block is read until it has been written, over all threads."""
+    source, _ = large
+    budget, lock, now, most = 64 << 20, threading.Lock(), [0], [0]
+
+    take, held = stream.take, stream.Held
+
+    def counted_take(opened, piece, share):
+        rows, whole, values = take(opened, piece, share)
+        with lock:
+            now[0] += whole.nbytes + 2 * values.nbytes
+            most[0] = max(most[0], now[0])
+        return rows, whole, values
+
+    def counted_held(budget, nbytes, give):
+        def given():
+            with lock:
+                now[0] -= nbytes
+            give()
+
+        return held(budget, nbytes, given)
+
+    monkeypatch.setattr(stream, "take", counted_take)
+    monkeypatch.setattr(stream, "Held", counted_held)
+    monkeypatch.setattr(conversion, "open_source", functools.partial(open_source, strategy=strategy))
+    convert(source, tmp_path / "ckpt", memory_budget=budget, sync=False)
+    assert now[0] == 0 and budget // 2 < most[0] <= budget
+
+
+def test_blocks_larger_than_one_file_stream_under_a_small_budget(large, tmp_path):
+    source, values = large
+    convert(source, tmp_path / "ckpt", memory_budget=64 << 20, sync=False)
     checkpoint = checkpoints.open(tmp_path / "ckpt")
     kv = checkpoint.manifest.leaves["blocks.attn.kv.weight"]
     assert kv.grid.outer[:2] == (1, 1)
