@@ -86,6 +86,17 @@ Budget = Annotated[
     ),
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace DST, once the new one is whole.")]
+Family = Annotated[
+    str | None, typer.Option(help="Family, when it cannot be told from config and keys.", show_default=False)
+]
+Component = Annotated[str | None, typer.Option(help="Which model of several, e.g. language_model.", show_default=False)]
+Config = Annotated[
+    Path | None, typer.Option(help="A config.json that does not lie beside the weights.", show_default=False)
+]
+Prefix = Annotated[
+    str | None,
+    typer.Option(help="A prefix of all keys to take off, if it is not a usual one.", show_default=False),
+]
 Variant = Annotated[str | None, typer.Option(help="Which of several twin weight files, e.g. fp16.", show_default=False)]
 Select = Annotated[
     str | None,
@@ -117,19 +128,10 @@ def convert(
         typer.Argument(metavar="SRC", help="Folder, index or weight file, or hf://owner/name[@revision]."),
     ],
     destination: Annotated[Path, typer.Argument(metavar="DST", help="Checkpoint folder to write.")],
-    family: Annotated[str | None, typer.Option(help="Family, when it cannot be told from config and keys.")] = None,
-    component: Annotated[
-        str | None,
-        typer.Option(help="Which model of several, e.g. transformer or language_model.", show_default=False),
-    ] = None,
-    config: Annotated[
-        Path | None,
-        typer.Option(help="A config.json that does not lie beside the weights.", show_default=False),
-    ] = None,
-    prefix: Annotated[
-        str | None,
-        typer.Option(help="A prefix of all keys to take off, if it is not a usual one.", show_default=False),
-    ] = None,
+    family: Family = None,
+    component: Component = None,
+    config: Config = None,
+    prefix: Prefix = None,
     variant: Variant = None,
     select: Select = None,
     dtype: Annotated[
@@ -192,17 +194,32 @@ def audit(
         Any,
         typer.Option(parser=options.parse_dtype, metavar="DTYPE", help="With --topology: of the weights."),
     ] = "bfloat16",
+    family: Family = None,
+    component: Component = None,
+    config: Config = None,
+    prefix: Prefix = None,
+    variant: Variant = None,
+    select: Select = None,
     json: Json = False,
 ) -> None:
     """Check whether meshes fit a model, before any device or weight is touched.
 
     For a mesh that fits, says what each device holds; for one that does not, everything that stops it and the nearest
-    meshes that fit. With --topology also compiles for TPUs that need not be there (by libtpu), and says what each
-    device would need. Exit status 1 if any mesh does not fit.
+    meshes that fit. The options that tell convert how to read a PyTorch source hold here too. With --topology also
+    compiles for TPUs that need not be there (by libtpu), and says what each device would need. Exit status 1 if any
+    mesh does not fit.
     """
     commands = _commands()
     ahead = topology and commands.Ahead(topology=topology, batch=batch, tokens=tokens, dtype=dtype)
-    if not commands.audit(target, mesh, ahead=ahead or None, json=json):
+    reading = {
+        "family": family,
+        "component": component,
+        "config": config,
+        "prefix": prefix,
+        "variant": variant,
+        "select": select,
+    }
+    if not commands.audit(target, mesh, ahead=ahead or None, json=json, **reading):
         raise typer.Exit(1)
 
 

@@ -71,9 +71,9 @@ class Ahead:
     dtype: np.dtype | None
 
 
-def audit(target: str, meshes: Sequence[Degrees], *, ahead: Ahead | None, json: bool) -> bool:
+def audit(target: str, meshes: Sequence[Degrees], *, ahead: Ahead | None, json: bool, **reading: Any) -> bool:
     """Prints the verdict on each mesh; whether all of them fit."""
-    found = targets.find_target(target)
+    found = targets.find_target(target, **reading)
     verdicts = [judging.judge(found.declared, degrees) for degrees in meshes]
     compiled = {} if ahead is None else _compile(found, verdicts, ahead)
     count, size = judging.total(found.declared)

@@ -1,6 +1,7 @@
 """What a command is pointed at: a preset of the zoo, a checkpoint of ours, or a PyTorch source."""
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +30,19 @@ def is_checkpoint(path: Path) -> bool:
     return (path / "_CHECKPOINT_METADATA").is_file() or (path / "_METADATA").is_file()
 
 
-def find_target(name: str) -> Target:
-    """The model that `name` means.
+def find_target(name: str, **reading: Any) -> Target:
+    """The model that `name` means; `reading` is how to read a PyTorch source, as `plan_conversion` takes it.
 
     Raises:
-        InputError: neither a path that is there nor a preset; or what is there cannot be used.
+        InputError: neither a path that is there nor a preset; what is there cannot be used, or is no PyTorch source
+            and `reading` is given.
     """
     path = Path(name).expanduser()
     if is_hub_address(name) or (path.exists() and not is_checkpoint(path)):
-        return _source(name)
+        return _source(name, reading)
+    given = [f"--{option}" for option, value in reading.items() if value is not None]
+    if given and (path.exists() or name.partition("/")[0] in FAMILIES):
+        raise InputError(f"{name}: is no PyTorch source, which {', '.join(given)} would be for: leave them out")
     if path.exists():
         return _checkpoint(name, path)
     if name.partition("/")[0] not in FAMILIES:
@@ -56,8 +61,8 @@ def _checkpoint(name: str, path: Path) -> Target:
     return Target(name, "checkpoint", found.manifest.header.family, found.declared)
 
 
-def _source(name: str) -> Target:
+def _source(name: str, reading: Mapping[str, Any]) -> Target:
     from shardzoo.convert.convert import plan_conversion
 
-    found = plan_conversion(name)
+    found = plan_conversion(name, **reading)
     return Target(name, "source", found.family, found.declared)

@@ -253,7 +253,9 @@ def _of_variant(folder: Path, found: list[WeightFiles], variant: str | None) -> 
             raise InputError(f"{folder}: holds no variant {variant!r} (found: {', '.join(map(repr, names))})")
         return kept
     if len(names) > 1 and "" not in names:
-        raise InputError(f"{folder}: holds the variants {', '.join(names)} and none without: choose one by variant=")
+        raise InputError(
+            f"{folder}: holds the variants {', '.join(names)} and none without: choose one by variant= (--variant)"
+        )
     return [weights for weights in found if weights.variant == names[0]]
 
 

@@ -209,7 +209,8 @@ def _refuse(
     what = "several things that may be the weights" if names else "tensors only where training state is kept"
     raise InputError(
         f"{where}: holds {what}{inside}{' ' + beside if beside else ''}: {batched_names(listed, 12)}:"
-        f" choose one by select=, such as select={'/'.join([*path, found[0]])!r} (select='/' is the whole file)"
+        f" choose one by select= (--select), such as select={'/'.join([*path, found[0]])!r}"
+        " (select='/' is the whole file)"
     )
 
 

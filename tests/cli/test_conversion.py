@@ -113,9 +113,11 @@ def test_one_of_several_dicts_in_a_file_is_selected(tmp_path):
     (source / "model.safetensors").unlink()
     torch.save(as_torch, source / "pytorch_model.bin")
     refused(invoke("convert", source, tmp_path / "ckpt", "--select", "none"), "select='none'")
+    refused(invoke("audit", source, "--mesh", "one"), "--select")
     for name in dicts:
         assert invoke("convert", source, tmp_path / name, "--select", name).status == 0
         assert invoke("verify", tmp_path / name, source, "--select", name).status == 0
+        assert invoke("audit", source, "--mesh", "one", "--select", name).status == 0
     refused(invoke("verify", tmp_path / "ema", source, "--select", "state"), "differs from")
 
 
@@ -123,6 +125,8 @@ def test_one_of_several_variants_is_chosen(source, tmp_path):
     shutil.copy(source / "model.safetensors", source / "model.bf16.safetensors")
     (source / "model.safetensors").rename(source / "model.fp16.safetensors")
     refused(invoke("convert", source, tmp_path / "ckpt"), "fp16", "variant=")
+    refused(invoke("audit", source, "--mesh", "one"), "--variant")
+    assert invoke("audit", source, "--mesh", "one", "--variant", "fp16").status == 0
     assert invoke("convert", source, tmp_path / "ckpt", "--variant", "fp16").status == 0
     assert invoke("verify", tmp_path / "ckpt", source, "--variant", "fp16").status == 0
 
@@ -145,6 +149,17 @@ def test_every_misfit_in_one_message(tmp_path):
 def test_a_config_that_does_not_match_the_tensors(tmp_path):
     source = tiny_llama.write(tmp_path / "source", num_hidden_layers=3, intermediate_size=32)
     refused(invoke("convert", source, tmp_path / "ckpt"), "model.layers.2", "shape (24, 16)", "(32, 16)")
+
+
+def test_audit_reads_a_source_as_convert_does(source, checkpoint, tmp_path):
+    named = invoke("audit", source, "--mesh", "one").out.splitlines()[1:]
+    (source / "config.json").rename(tmp_path / "named.json")
+    refused(invoke("audit", source, "--mesh", "one"), "--config")
+    options = ("--config", tmp_path / "named.json", "--family", "decoder", "--component", "language_model")
+    assert invoke("audit", source, "--mesh", "one", *options).out.splitlines()[1:] == named
+    refused(invoke("audit", source, "--mesh", "one", *options, "--prefix", "net."), "prefix='net.'")
+    refused(invoke("audit", checkpoint, "--mesh", "one", "--variant", "fp16"), "no PyTorch source", "--variant")
+    refused(invoke("audit", tmp_path / "none", "--mesh", "one", "--variant", "fp16"), "no such file")
 
 
 def test_a_truncated_file_is_named(source, tmp_path):
