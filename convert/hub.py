@@ -73,27 +73,28 @@ def fetch(text: str, *, variant: str | None = None) -> Fetched:
     except ImportError:
         raise InputError(f"{address}: reading from the hub needs huggingface_hub: {INSTALL}") from None
     endpoint = os.environ.get("HF_ENDPOINT") or None
-    with _errors_named(address, huggingface_hub):
-        return _fetch(huggingface_hub, address, endpoint, variant)
+    return _fetch(huggingface_hub, address, endpoint, variant)
 
 
 def _fetch(hub: Any, address: HubAddress, endpoint: str | None, variant: str | None) -> Fetched:
-    try:
-        info = hub.HfApi(endpoint=endpoint).repo_info(address.repo, revision=address.revision)
-    except hub.errors.OfflineModeIsEnabled:
-        return _cached(hub, address)
+    with _errors_named(address, hub):
+        try:
+            info = hub.HfApi(endpoint=endpoint).repo_info(address.repo, revision=address.revision)
+        except hub.errors.OfflineModeIsEnabled:
+            return _cached(hub, address)
     prefix = f"{address.folder}/" if address.folder else ""
     names = _names_in(prefix, [sibling.rfilename for sibling in info.siblings or ()])
     if not names:
         raise InputError(f"{address}: holds no files in {address.folder or 'its top folder'}")
 
     def download(wanted: list[str]) -> Path:
-        folder = hub.snapshot_download(
-            address.repo,
-            revision=address.revision,
-            endpoint=endpoint,
-            allow_patterns=[glob.escape(prefix + name) for name in wanted],
-        )
+        with _errors_named(address, hub):
+            folder = hub.snapshot_download(
+                address.repo,
+                revision=address.revision,
+                endpoint=endpoint,
+                allow_patterns=[glob.escape(prefix + name) for name in wanted],
+            )
         if Path(folder).name != info.sha:
             raise InputError(f"{address}: changed from {info.sha} to {Path(folder).name} meanwhile: run again")
         return Path(folder) / address.folder
@@ -130,7 +131,7 @@ def _cached(hub: Any, address: HubAddress) -> Fetched:
 
 @contextmanager
 def _errors_named(address: HubAddress, hub: Any) -> Iterator[None]:
-    """Turns what the hub's library raises into an `InputError` that says what to do."""
+    """Turns what the hub's library raises into an `InputError` that says what to do; for calls of that library only."""
     errors = hub.errors
     # The HTTP library below changed over the versions; its base class is a base of the hub's own error.
     http_errors = errors.HfHubHTTPError.__bases__[0]
@@ -139,8 +140,6 @@ def _errors_named(address: HubAddress, hub: Any) -> Iterator[None]:
     )
     try:
         yield
-    except InputError:
-        raise
     except errors.GatedRepoError:
         raise InputError(
             f"{address}: is gated: ask for access on its page, then `hf auth login` or set HF_TOKEN"

@@ -347,6 +347,15 @@ def test_a_repository_without_weights(served):
     assert "holds no weights" in problem("hf://owner/empty")
 
 
+def test_a_mistake_of_our_own_is_not_blamed_on_the_hub(served, model, monkeypatch):
+    def mistaken(*_):
+        raise TypeError("a mistake")
+
+    monkeypatch.setattr(hub, "choose_weights", mistaken)
+    with pytest.raises(TypeError, match="a mistake"):
+        open_source("hf://owner/model")
+
+
 def test_a_disk_that_is_full(served, model, monkeypatch):
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
