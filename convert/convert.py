@@ -128,7 +128,8 @@ def convert(
         variant, select: see `open_source`.
         memory_budget: bytes of values in flight (default 96 MiB, or what the largest block needs if that is more);
             peak memory is about this and the interpreter.
-        dry_run: check everything and predict time and memory, but write nothing.
+        dry_run: check everything and predict time and memory, but leave nothing at the destination: its speed is
+            measured by a nameless file, no longer than the checkpoint and gone at once.
         resume: carry on an interrupted run of the same plan; False starts again.
         overwrite: replace a checkpoint at `dst`, once the new one is whole.
         sync: flush files to the device, so that a published checkpoint survives loss of power.
@@ -149,7 +150,7 @@ def convert(
         budget = _checked_budget(memory_budget, source, plan)
         check_ties(source, plan)
         if dry_run:
-            return _predict(source, plan, target, str(src), budget)
+            return _predict(source, plan, target, budget, source=str(src), destination=str(dst))
         run = _Run(source, plan, budget, resume, sync, progress, config, interrupt)
         with replacing(target, _is_checkpoint) if overwrite else contextlib.nullcontext(target) as place:
             try:
@@ -308,7 +309,7 @@ def _report(plan: Plan, **rest: Any) -> Report:
     )
 
 
-def _predict(source: Source, plan: Plan, target: Path, src: str, budget: int) -> Report:
+def _predict(opened: Source, plan: Plan, target: Path, budget: int, **paths: str) -> Report:
     on_disk = stored_bytes(place_leaves(*_specs(plan)))
     place = _nearest_folder(target)
     free = shutil.disk_usage(place).free
@@ -316,16 +317,15 @@ def _predict(source: Source, plan: Plan, target: Path, src: str, budget: int) ->
         raise InputError(
             f"{target}: needs {on_disk:,} bytes, {free:,} are free at {place}: free some, or choose another destination"
         )
-    reading, writing = _read_rate(source), _write_rate(place)
+    reading, writing = _read_rate(opened), _write_rate(place, min(PROBE_BYTES, on_disk))
     return _report(
         plan,
-        source=src,
-        destination=str(target),
+        **paths,
         dry_run=True,
-        files={file.path: None for file in source.files},
+        files={file.path: None for file in opened.files},
         bytes_resumed=0,
         bytes_on_disk=on_disk,
-        seconds=sum(file.size for file in source.files) / reading + on_disk / writing,
+        seconds=sum(file.size for file in opened.files) / reading + on_disk / writing,
         peak_memory=peak_memory() + min(budget, COPIES * plan.bytes_written),
     )
 
@@ -352,9 +352,9 @@ def _read_rate(source: Source) -> float:
     return max(read, 1) / (time.perf_counter() - began)
 
 
-def _write_rate(folder: Path) -> float:
+def _write_rate(folder: Path, nbytes: int) -> float:
     """Bytes a second of writing to the device, from a file that is gone at once."""
-    data = bytes(min(PROBE_BYTES, 32 << 20))
+    data = bytes(nbytes)
     began = time.perf_counter()
     try:
         with tempfile.TemporaryFile(dir=folder) as file:

@@ -304,9 +304,14 @@ def test_a_tied_head_that_differs_is_found_before_anything_is_written(source, tm
     assert "lm_head.weight: shape (90, 32) or dtype differs" in refusal(source)
 
 
-def test_a_dry_run_writes_nothing_and_predicts(source):
+def test_a_dry_run_leaves_nothing_and_predicts(source, monkeypatch):
     before = tiny_models.files(source.parent)
-    report = convert(source, source.parent / "sub" / "ckpt", dry_run=True)
+    monkeypatch.chdir(source.parent)
+    probed, fsync = [], os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: probed.append(os.fstat(file).st_size) or fsync(file))
+    report = convert("source", "sub/ckpt", dry_run=True)
+    assert (report.source, report.destination) == ("source", "sub/ckpt")
+    assert 0 < sum(probed) <= report.bytes_on_disk
     assert tiny_models.files(source.parent) == before and not (source.parent / "sub").exists()
     assert report.dry_run and report.seconds > 0 and report.peak_memory > 0
     assert report.bytes_on_disk > report.bytes_written == report.bytes_read > 0
