@@ -22,8 +22,6 @@ from pathlib import Path
 
 import numpy as np
 
-from shardzoo.convert.safetensors import DTYPES
-
 HIDDEN, MLP, VOCAB, HEADS, KV_HEADS = 2048, 5632, 32000, 16, 4
 SHARD = 1 << 30
 
@@ -92,7 +90,6 @@ def write_shard(path: Path, shard: dict[str, tuple[int, ...]], noise: np.ndarray
     for key, shape in shard.items():
         header[key] = {"dtype": "BF16", "shape": shape, "data_offsets": [at, at + nbytes(shape)]}
         at += nbytes(shape)
-    assert DTYPES["BF16"][1] == 16
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with open(path, "wb") as file:
