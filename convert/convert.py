@@ -249,6 +249,7 @@ def _header(source: Source, plan: Plan) -> ManifestHeader:
             "prefix": plan.prefix,
             "carried": dict(plan.carried),
             "index": source.index_name,
+            "hub": dataclasses.asdict(source.hub) if source.hub else None,
             "tensors": _tensor_table(source),
         },
     )

@@ -4,13 +4,12 @@ Every reader hands out `Stored` records (where a tensor lies, its type and its s
 a numpy array. Both are safe to call from several threads at once: nothing here keeps a file position.
 """
 
-import hashlib
 import math
 import mmap
 import os
 import stat
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -209,22 +208,6 @@ class FileBytes:
             return
         start = offset // mmap.PAGESIZE * mmap.PAGESIZE
         mapped.madvise(mmap.MADV_DONTNEED, start, min(offset + count, self.size) - start)
-
-    def blocks(self, block: int = 8 << 20) -> Iterator[memoryview]:
-        """The whole file in order, in blocks, with bounded memory."""
-        for offset in range(0, self.size, block):
-            count = min(block, self.size - offset)
-            yield self.view(offset, count)
-            self.release(offset, count)
-
-    def sha256(self, progress: Callable[[int], None] | None = None) -> str:
-        """Hex SHA-256 of the file, streamed; `progress` is told the bytes of each block."""
-        digest = hashlib.sha256()
-        for block in self.blocks():
-            digest.update(block)
-            if progress is not None:
-                progress(len(block))
-        return digest.hexdigest()
 
 
 def read_stored(data: FileBytes, stored: Stored, rows: slice | None = None) -> np.ndarray:

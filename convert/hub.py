@@ -37,12 +37,20 @@ class HubAddress:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fetched:
-    """A repository's files on this machine: `folder` to open, and the commit that they are of."""
+class Origin:
+    """Where files of the hub are from: "owner/name", the commit, and the folder in it ("" for the top)."""
 
-    folder: Path
     repo: str
     commit: str
+    folder: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fetched:
+    """A repository's files on this machine: `folder` to open, and where they are from."""
+
+    folder: Path
+    origin: Origin
 
 
 def is_hub_address(text: str) -> bool:
@@ -106,7 +114,7 @@ def _fetch(hub: Any, address: HubAddress, endpoint: str | None, variant: str | N
     except InputError as error:
         raise InputError(f"{address}: {error}") from None
     folder = download([*small, *weights.files])
-    return Fetched(folder=folder, repo=address.repo, commit=info.sha)
+    return _fetched(folder, address, info.sha)
 
 
 def _names_in(prefix: str, paths: list[str]) -> list[str]:
@@ -126,7 +134,11 @@ def _cached(hub: Any, address: HubAddress) -> Fetched:
             address.repo, revision=address.revision, local_files_only=True, allow_patterns=["config.json"]
         )
     )
-    return Fetched(folder=folder / address.folder, repo=address.repo, commit=folder.name)
+    return _fetched(folder / address.folder, address, folder.name)
+
+
+def _fetched(folder: Path, address: HubAddress, commit: str) -> Fetched:
+    return Fetched(folder=folder, origin=Origin(repo=address.repo, commit=commit, folder=address.folder))
 
 
 @contextmanager

@@ -60,11 +60,10 @@ _FIELDS = frozenset({"dtype", "shape", "data_offsets"})
 
 @dataclass(frozen=True, kw_only=True)
 class SafetensorsFile:
-    """One file, header read: where each tensor lies, the free-text metadata, and the header as its raw bytes."""
+    """One file, header read: where each tensor lies, and the header as its raw bytes."""
 
     data: FileBytes
     tensors: Mapping[str, Stored]
-    metadata: Mapping[str, str]
     header: bytes
     kind: str = "safetensors"
     wrapper: tuple[str, ...] = ()
@@ -133,7 +132,7 @@ def _read_header(data: FileBytes) -> SafetensorsFile:
         raise InputError(f"{where}: holds about {values} values, more than the {MAX_HEADER_VALUES} that are read")
     entries = parse_json_object(header, where)
     problems: list[str] = []
-    metadata = _checked_metadata(entries.pop("__metadata__", {}), problems)
+    _check_metadata(entries.pop("__metadata__", {}), problems)
     start = 8 + len(header)
     tensors = {key: entry for key in entries if (entry := _checked_entry(key, entries[key], start, problems))}
     if not problems:
@@ -141,7 +140,7 @@ def _read_header(data: FileBytes) -> SafetensorsFile:
     if len(problems) > MAX_REPORTED:
         problems[MAX_REPORTED:] = [f"and {len(problems) - MAX_REPORTED} more problems"]
     fail_if(problems, f"{data.path}: not a sound safetensors file")
-    return SafetensorsFile(data=data, tensors=tensors, metadata=metadata, header=header)
+    return SafetensorsFile(data=data, tensors=tensors, header=header)
 
 
 def _header_bytes(data: FileBytes) -> bytes:
@@ -165,13 +164,12 @@ def _header_bytes(data: FileBytes) -> bytes:
     return header
 
 
-def _checked_metadata(value: Any, problems: list[str]) -> dict[str, str]:
+def _check_metadata(value: Any, problems: list[str]) -> None:
     if not isinstance(value, dict):
         problems.append(f"__metadata__ is a {type(value).__name__}, not an object of strings")
-        return {}
+        return
     wrong = [key for key, text in value.items() if not isinstance(text, str)]
     problems.extend(f"__metadata__: the value of {shown(key)!r} is no string" for key in wrong[:MAX_REPORTED])
-    return {key: text for key, text in value.items() if isinstance(text, str)}
 
 
 def _whole(value: Any) -> bool:

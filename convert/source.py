@@ -3,12 +3,11 @@
 `open_source` reads headers only. Tensors are read one block of rows at a time, by any number of threads.
 """
 
-import hashlib
 import json
 import os
 import types
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,8 +52,8 @@ class TensorInfo:
 class SourceFile:
     """One weight file: `path` relative to the source's folder, `kind` "safetensors", "pt-zip" or "pt-legacy".
 
-    `header` is the raw JSON of a safetensors file (empty for others) and `metadata` its free text. `wrapper` is the
-    path of keys inside a PyTorch file at which the weights were found, () for the file's top level.
+    `header` is the raw JSON of a safetensors file (empty for others). `wrapper` is the path of keys inside a PyTorch
+    file at which the weights were found, () for the file's top level.
     """
 
     path: str
@@ -62,7 +61,6 @@ class SourceFile:
     size: int
     mtime_ns: int
     header: bytes
-    metadata: Mapping[str, str]
     wrapper: tuple[str, ...] = ()
 
 
@@ -71,7 +69,7 @@ class Source:
 
     Attributes:
         root: the folder.
-        hub_repo, hub_commit: "owner/name" and the commit, where the source was fetched from the hub.
+        hub: repository and commit, where the source was fetched from the hub, or None.
         tensors: key -> TensorInfo, in the order of the files.
         files: the weight files read.
         config: `config.json` of the folder, parsed, or None; `config_text` is the file as it stands.
@@ -82,10 +80,8 @@ class Source:
 
     def __init__(self, weights: WeightFiles, opened: list[WeightFile], fetched: Fetched | None = None):
         self.root = weights.root
-        self.hub_repo = fetched.repo if fetched else None
-        self.hub_commit = fetched.commit if fetched else None
+        self.hub = fetched.origin if fetched else None
         self.notes = weights.notes + [note for file in opened for note in file.notes]
-        self.variant = weights.variant
         self.index_name = weights.index.path.name if weights.index else None
         self.index_text = weights.index.text if weights.index else None
         self._data: list[FileBytes] = [file.data for file in opened]
@@ -141,19 +137,6 @@ class Source:
         data, stored = self._find(key)
         release_stored(data, stored, rows)
 
-    def file_sha256(self, file: int, progress: Callable[[int], None] | None = None) -> str:
-        """Hex SHA-256 of a whole weight file, streamed; `progress` is told the bytes of each block."""
-        return self._data[file].sha256(progress)
-
-    def tensor_sha256(self, key: str, block_bytes: int = 8 << 20) -> str:
-        """Hex SHA-256 of a tensor's row-major bytes, streamed by rows."""
-        info = self.tensors[key]
-        digest = hashlib.sha256()
-        for rows in row_blocks(info, block_bytes):
-            digest.update(self.read(key, rows).reshape(-1).view(np.uint8).data)
-            self.release(key, rows)
-        return digest.hexdigest()
-
 
 def row_blocks(info: TensorInfo, block_bytes: int) -> list[slice | None]:
     """Ranges of rows of about `block_bytes` that together make the tensor; [None] where it has no rows to cut."""
@@ -183,7 +166,6 @@ def _described(name: str, file: WeightFile) -> SourceFile:
         size=file.data.size,
         mtime_ns=file.data.mtime_ns,
         header=file.header,
-        metadata=file.metadata,
         wrapper=file.wrapper,
     )
 

@@ -6,7 +6,7 @@ place in the file, after holding sizes and strides against the storage that is r
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import ml_dtypes
@@ -80,7 +80,6 @@ class TorchFile:
     wrapper: tuple[str, ...]
     notes: tuple[str, ...]
     header: bytes = b""
-    metadata: Mapping[str, str] = field(default_factory=dict)
 
 
 def open_torch_file(

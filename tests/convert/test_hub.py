@@ -17,12 +17,15 @@ from urllib.parse import unquote, urlsplit
 
 import huggingface_hub
 import pytest
+import tiny_models
 import torch
 from huggingface_hub import constants, file_download
 from safetensors.torch import save, save_file
 
+from shardzoo import checkpoints
 from shardzoo.convert import hub
-from shardzoo.convert.hub import HubAddress, parse_address
+from shardzoo.convert.convert import convert
+from shardzoo.convert.hub import HubAddress, Origin, parse_address
 from shardzoo.convert.source import open_source
 from shardzoo.errors import InputError
 
@@ -202,7 +205,7 @@ def test_a_repository_opens_and_only_what_is_needed_is_fetched(served, model, ad
             assert source.read(key).tobytes() == tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
         assert source.config == {"model_type": "x"}
         assert [path.name for path in source.extras] == ["tokenizer.json"]
-        assert (source.hub_repo, source.hub_commit) == ("owner/model", COMMIT)
+        assert source.hub == Origin(repo="owner/model", commit=COMMIT, folder="")
     assert served.downloaded == {
         "config.json", "tokenizer.json", "model.safetensors.index.json",
         "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors",
@@ -221,6 +224,16 @@ def test_a_folder_of_a_repository(served, model):
         assert source.tensors.keys() == {"a.bias"} and source.config == {"part": "vae"}
     assert served.downloaded == {"vae/config.json", "vae/diffusion_pytorch_model.safetensors"}
     assert "holds no files in nothing" in problem("hf://owner/model/nothing")
+
+
+def test_the_manifest_says_which_commit_a_checkpoint_came_from(served, tmp_path):
+    folder = tiny_models.save("llama-tied", tmp_path / "llama")
+    served.repositories["owner/llama"] = Repository({f"sub/{k}": v for k, v in tiny_models.files(folder).items()})
+    convert("hf://owner/llama@main/sub", tmp_path / "ckpt", sync=False)
+    detail = checkpoints.open(tmp_path / "ckpt").manifest.header.detail
+    assert detail["hub"] == {"repo": "owner/llama", "commit": COMMIT, "folder": "sub"}
+    convert(folder, tmp_path / "local", sync=False)
+    assert checkpoints.open(tmp_path / "local").manifest.header.detail["hub"] is None
 
 
 def test_a_variant_of_a_repository(served, model):
@@ -271,7 +284,7 @@ def test_in_a_process_of_its_own_by_environment(served, model, tmp_path):
         import sys
         from shardzoo.convert.source import open_source
         with open_source("hf://owner/model") as source:
-            print(sorted(source.tensors), source.hub_commit)
+            print(sorted(source.tensors), source.hub.commit)
     """
     environment = {
         **os.environ,

@@ -1,6 +1,5 @@
 """Folders, indexes and single files as one source: what is read, and what is refused by name."""
 
-import hashlib
 import io
 import json
 import os
@@ -71,7 +70,7 @@ def test_a_sharded_folder(sharded, name):
             raw = (sharded / file.path).read_bytes()
             assert file.header == raw[8 : 8 + int.from_bytes(raw[:8], "little")]
             assert (file.kind, file.size, file.wrapper) == ("safetensors", len(raw), ())
-        assert source.notes == [] and source.hub_repo is None
+        assert source.notes == [] and source.hub is None
 
 
 def test_a_single_file_and_its_folder(tmp_path):
@@ -117,18 +116,6 @@ def test_a_kind_is_told_by_content(tmp_path):
     torch.save(A, tmp_path / "model.safetensors")
     save_file(A, tmp_path / "other.bin")
     assert keys(tmp_path / "model.safetensors") == keys(tmp_path / "other.bin") == A.keys()
-
-
-def test_hashes(sharded):
-    with open_source(sharded) as source:
-        told: list[int] = []
-        digest = source.file_sha256(0, told.append)
-        raw = (sharded / PARTS[0]).read_bytes()
-        assert digest == hashlib.sha256(raw).hexdigest() and sum(told) == len(raw)
-        expected = hashlib.sha256(A["a.weight"].numpy().tobytes()).hexdigest()
-        for block in (1, 16, 40, 1 << 20):
-            assert source.tensor_sha256("a.weight", block) == expected
-        assert source.tensor_sha256("b.scale") == hashlib.sha256(np.float32(0.5).tobytes()).hexdigest()
 
 
 def test_blocks_of_rows_make_the_tensor(sharded):
