@@ -304,8 +304,9 @@ def _match(
     for piece in pieces:
         by_leaf[piece.target].append(piece)
     problems = _misfits(source, sorting, config) + _dtype_problems(source, by_leaf, cast)
-    title = f"{source.root}: does not fit family {rules.family} in layout {layout.name!r}"
-    fail_if(problems + _advice(source, sorting, params, layout, prefix), title) if problems else None
+    if problems:
+        title = f"{source.root}: does not fit family {rules.family} in layout {layout.name!r}"
+        fail_if(problems + _advice(source, sorting, params, layout, prefix), title)
     leaves = {path: _leaf_plan(source, params[path], by_leaf[path], cast) for path in params}
     leaves |= {f"{CARRIED}/{key}": _carried_plan(source.tensors[key]) for key in sorting.carried}
     return Plan(
@@ -462,13 +463,8 @@ def _first_difference(source: Source, key: str, of: str) -> int | None:
     for rows in row_blocks(info, _TIE_BLOCK):
         one, other = (source.read(k, rows).reshape(-1).view(np.uint8) for k in (key, of))
         if not np.array_equal(one, other):
-            first = int(np.argmax(one != other))
-            start = 0 if rows is None else rows.start
-            return (
-                start + first * (info.shape[0] if info.shape else 1) // info.nbytes
-                if rows is None
-                else (start + first // (one.size // (rows.stop - rows.start)))
-            )
+            start, count = (rows.start, rows.stop - rows.start) if rows else (0, 1)
+            return start + int(np.argmax(one != other)) * count // one.size
         source.release(key, rows)
         source.release(of, rows)
     return None
