@@ -306,9 +306,9 @@ def test_memory_does_not_grow_over_saves_and_restores(tmp_path):
         checkpoints.save(tmp_path / "d", model, declared)
         shutil.rmtree(tmp_path / "d")
 
-    for _ in range(3):
+    for _ in range(2):
         once()
     before = resident()
-    for _ in range(12):
+    for _ in range(6):
         once()
     assert resident() - before < 2 * size

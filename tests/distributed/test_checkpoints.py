@@ -35,7 +35,12 @@ def test_exchange():
 
 @pytest.mark.parametrize(
     "degrees",
-    [{"tensor": 8, "kv_heads": 4}, {"data": 2, "tensor": 4}, {"context": 4, "tensor": 2}, {"data": 8}],
+    [
+        {"tensor": 8, "kv_heads": 4},
+        {"context": 4, "tensor": 2},
+        pytest.param({"data": 2, "tensor": 4}, marks=pytest.mark.slow),
+        pytest.param({"data": 8}, marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_each_process_reads_what_its_devices_hold(saved, degrees):
@@ -62,7 +67,7 @@ def test_saved_by_two_processes_and_restored_by_one_and_by_two(saved, tmp_path):
 
 
 def test_replicated_and_unevenly_owned_leaves_are_written_once(saved, tmp_path):
-    for name, degrees in (("a", {"data": 8}), ("b", {"data": 4, "tensor": 2}), ("c", {"context": 8})):
+    for name, degrees in (("a", {"data": 4, "tensor": 2}), ("b", {"context": 8})):
         to = str(tmp_path / name)
         run(workers.resave, {"path": saved[0], "to": to, "degrees": degrees})
         assert stored_sums(to) == stored_sums(saved[0])
@@ -92,8 +97,9 @@ def test_only_the_process_that_cannot_write_is_blamed(saved, tmp_path, process):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("process", "seconds"), [(0, 16), (1, 6)])
-def test_a_late_process_is_named_in_time(process, seconds):
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_late_process_is_named_in_time(process):
+    seconds = 8
     outcomes = finish(start(workers.late, {"seconds": seconds, "process": process, "timeout": 2}), timeout=90)
     message, took = outcomes[1 - process][1]
     assert f"test: process {process} of 2 did not arrive within 2 s" in message
