@@ -19,11 +19,11 @@ from shardzoo.checkpoints.staging import check_destination
 from shardzoo.checkpoints.store import storage_error
 from shardzoo.checkpoints.writer import CheckpointWriter, place_leaves, stored_bytes
 from shardzoo.convert.families import rules_of
-from shardzoo.convert.interrupt import Interrupt, held_back
 from shardzoo.convert.memory import few_arenas, peak_memory
 from shardzoo.convert.plan import Plan, check_ties, make_plan
 from shardzoo.convert.replacing import replacing
 from shardzoo.convert.source import Source, open_source, row_blocks
+from shardzoo.convert.stopping import Interrupt, held_back
 from shardzoo.convert.stream import COPIES, Stream, least_budget
 from shardzoo.errors import InputError
 from shardzoo.progress import Progress

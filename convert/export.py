@@ -29,10 +29,10 @@ from shardzoo.checkpoints.journal import Journal
 from shardzoo.checkpoints.store import storage_error, sync_folder, write_file
 from shardzoo.convert.backwards import OutFile, OutPiece, cast_of, files_of, index_of
 from shardzoo.convert.convert import BUDGET
-from shardzoo.convert.interrupt import Interrupt, held_back
 from shardzoo.convert.memory import few_arenas, peak_memory
 from shardzoo.convert.replacing import locked, replacing
-from shardzoo.convert.stream import FileDigest, Stopped
+from shardzoo.convert.stopping import Interrupt, Stopped, held_back
+from shardzoo.convert.stream import FileDigest
 from shardzoo.errors import InputError, fail_if
 from shardzoo.progress import Progress
 

@@ -19,20 +19,16 @@ import numpy as np
 from shardzoo.checkpoints.grid import Grid
 from shardzoo.checkpoints.store import Budget
 from shardzoo.checkpoints.writer import CheckpointWriter
-from shardzoo.convert.interrupt import Interrupt
 from shardzoo.convert.plan import LeafPlan, Plan
 from shardzoo.convert.rules import Part, Piece, Ranges, part, volume
 from shardzoo.convert.source import Source, TensorInfo
+from shardzoo.convert.stopping import Interrupt, Stopped
 from shardzoo.errors import InputError
 from shardzoo.progress import Progress
 
 HASH_BLOCK = 1 << 20
 MOST_READERS = 4
 COPIES = 3  # of a block in flight: mapped source pages, the encoded file, and what malloc keeps of earlier ones
-
-
-class Stopped(Exception):
-    """Another thread failed, or the user interrupted: leave quietly."""
 
 
 class FileDigest:

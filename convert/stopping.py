@@ -1,9 +1,13 @@
-"""Ctrl-C at a moment of our choosing, so that threads end and files close before anything is raised."""
+"""Stopping the threads of a long operation, by Ctrl-C too, so that files close before anything is raised."""
 
 import contextlib
 import signal
 import threading
 from collections.abc import Iterator
+
+
+class Stopped(Exception):
+    """Another thread failed, or the user interrupted: leave quietly."""
 
 
 class Interrupt:
