@@ -16,6 +16,7 @@ import numpy as np
 
 from shardzoo.checkpoints.grid import Grid, LeafSpec
 from shardzoo.errors import fail_if
+from shardzoo.strict_json import parse_object
 
 FORMAT = "shardzoo"
 VERSION = 1
@@ -256,13 +257,8 @@ def decode(data: bytes, where: str) -> Manifest:
         InputError: not JSON, a newer version, or any field that does not fit the schema; all problems in one message.
     """
     r = _Reader()
-    record: Any = None
-    try:
-        record = json.loads(data, object_pairs_hook=lambda pairs: _unique(pairs, r), parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
-        r.problems.append(f"not JSON ({error})")
-    fail_if(r.problems, f"{where}: not a manifest")
-    if isinstance(record, dict) and isinstance(record.get("version"), int):
+    record = parse_object(data, f"{where}: not a manifest")
+    if isinstance(record.get("version"), int):
         fail_if(version_problem(record.get("format"), record["version"]), where)
     top = r.take("manifest", record, TOP)
     fail_if(r.problems, f"{where}: not a manifest")
@@ -295,16 +291,6 @@ def version_problem(format_name: Any, version: Any) -> list[str]:
     return []
 
 
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
-
-
-def _unique(pairs: list[tuple[str, Any]], r: _Reader) -> Json:
-    out = dict(pairs)
-    r.check(len(out) == len(pairs), "a name appears twice in one object")
-    return out
-
-
 def _source(r: _Reader, where: str, record: Any) -> Source | None:
     before = len(r.problems)
     fields = r.take(where, record, SOURCE)
@@ -324,8 +310,8 @@ def _skipped(r: _Reader, where: str, record: Any) -> Skipped | None:
 
 def _file(r: _Reader, path: str, record: Any) -> FileEntry | None:
     before = len(r.problems)
-    fields = r.take(f"files[{path!r}]", {"sha256": None, **record} if isinstance(record, dict) else record,
-                    {"size": (int,), "sha256": (str, NONE)})  # fmt: skip
+    digest = {"sha256": (str,)} if isinstance(record, dict) and "sha256" in record else {}
+    fields = r.take(f"files[{path!r}]", record, {"size": (int,), **digest})
     r.check(is_below(path), f"files[{path!r}]: reaches outside the checkpoint")
     return FileEntry(**fields) if len(r.problems) == before else None
 

@@ -208,6 +208,7 @@ def test_a_manifest_of_another_shape_is_refused_with_every_problem(tiny):
     record["leaves"]["blocks.k"]["shape"][0] = 3
     record["sources"] = [{"name": "x"}]
     record["files"]["/etc/passwd"] = {"size": 1}
+    record["files"]["params/embed/c/0/0"]["sha256"] = None
     record["surprise"] = 1
     with pytest.raises(InputError) as error:
         decode(json.dumps(record).encode(), "m")
@@ -216,7 +217,7 @@ def test_a_manifest_of_another_shape_is_refused_with_every_problem(tiny):
     with pytest.raises(InputError) as error:
         decode(json.dumps(record).encode(), "m")
     for part in ("embed: shape", "count: dtype='float7'", "heads.0: wrong folder", "does not divide outer",
-                 "sources[0]: field 'kind'", "/etc/passwd", "blocks.k: its file"):  # fmt: skip
+                 "sources[0]: field 'kind'", "/etc/passwd", "field 'sha256' is None", "blocks.k: its file"):  # fmt: skip
         assert part in str(error.value), part
 
 
