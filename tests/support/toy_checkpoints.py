@@ -109,7 +109,7 @@ def write(dst, config=None, *, seed=0, carried=None, assets=None, plan="plan", *
 def put(writer, path, value):
     for block in writer.grid(path).blocks():
         writer.write(path, block, np.asarray(value[block]))
-    writer.finish_leaf(path, [{"file": 0, "key": path, "at": [[0, n] for n in value.shape]}])
+    writer.finish_leaf(path, [{"file": 0, "key": path, "dtype": str(value.dtype), "at": [[0, n] for n in value.shape]}])
 
 
 def plain_spec(a):
