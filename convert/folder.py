@@ -6,10 +6,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from shardzoo.convert.names import batched_names, name_problem, shown
-from shardzoo.convert.safetensors import parse_json_object
 from shardzoo.errors import InputError, fail_if
+from shardzoo.strict_json import parse_object
 
 TORCH_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 # Twins that hold the same tensors in another precision or average, named `<stem>.<variant>.<suffix>`.
@@ -107,6 +108,12 @@ def read_text(path: Path) -> str:
         raise InputError(f"{path}: is not UTF-8 (byte {error.start}): the file is damaged") from None
 
 
+def read_config(path: Path) -> tuple[str, dict[str, Any]]:
+    """A config.json: its text as it stands, and the object in it."""
+    text = read_text(path)
+    return text, parse_object(text.encode(), str(path))
+
+
 def read_index(path: Path) -> Index:
     """Reads and checks a weight index.
 
@@ -114,7 +121,7 @@ def read_index(path: Path) -> Index:
         InputError: no `weight_map` of strings, a tensor listed twice, or a file name that leaves the folder.
     """
     text = read_text(path)
-    content = parse_json_object(text.encode(), str(path))
+    content = parse_object(text.encode(), str(path))
     weight_map, metadata = content.get("weight_map"), content.get("metadata", {})
     if not isinstance(weight_map, dict) or not weight_map:
         raise InputError(f"{path}: holds no weight_map of tensor names to files: this is no index of weights")
@@ -203,7 +210,7 @@ def _is_of_weights(path: Path) -> bool:
     if match and match["suffix"]:
         return True
     try:
-        return "weight_map" in parse_json_object(read_text(path).encode(), str(path))
+        return "weight_map" in parse_object(read_text(path).encode(), str(path))
     except InputError:  # not JSON, so an index of something else
         return False
 

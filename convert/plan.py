@@ -5,7 +5,6 @@ Only headers are looked at, except for tied tensors, whose equality `check_ties`
 
 import dataclasses
 import hashlib
-import json
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -18,6 +17,7 @@ from shardzoo.checkpoints.grid import SMALL_LEAF, LeafSpec
 from shardzoo.checkpoints.manifest import CARRIED, canonical
 from shardzoo.convert import families, recognise
 from shardzoo.convert.families import FamilyRules, Layout
+from shardzoo.convert.folder import read_config
 from shardzoo.convert.rules import Expected, Piece, expand, expected, gaps, unit
 from shardzoo.convert.source import Source, TensorInfo, row_blocks
 from shardzoo.errors import InputError, fail_if
@@ -180,15 +180,7 @@ def _config_of(source: Source, config: str | Path | None) -> Mapping[str, Any]:
                 " put it there, or name one by config= (--config)"
             )
         return source.config
-    try:
-        loaded = json.loads(Path(config).read_bytes())
-    except OSError as error:
-        raise InputError(f"{config}: cannot be read ({error.strerror}): give the path of a config.json") from None
-    except ValueError as error:
-        raise InputError(f"{config}: is not valid JSON ({error}): give the path of a config.json") from None
-    if not isinstance(loaded, dict):
-        raise InputError(f"{config}: holds a {type(loaded).__name__} where an object is expected")
-    return loaded
+    return read_config(Path(config))[1]
 
 
 def _find_rules(source: Source, hf: Mapping[str, Any], family: str | None) -> FamilyRules:

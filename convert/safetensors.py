@@ -4,8 +4,6 @@ A file is 8 bytes of little-endian header length, a JSON object in UTF-8, and th
 row-major order. Nothing in the header is believed: every length is held against the file's own.
 """
 
-import json
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +21,7 @@ from shardzoo.convert.file_bytes import (
 )
 from shardzoo.convert.names import name_problem, shown
 from shardzoo.errors import InputError, fail_if
+from shardzoo.strict_json import parse_object
 
 MAX_HEADER_BYTES = 100_000_000
 # A header of 100 MB could ask for gigabytes of small JSON values; a million tensors of four dimensions stay below this.
@@ -70,46 +69,6 @@ class SafetensorsFile:
     notes: tuple[str, ...] = ()
 
 
-class _Duplicate(ValueError):
-    pass
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    entries = dict(pairs)
-    if len(entries) != len(pairs):
-        counts = Counter(key for key, _ in pairs)
-        twice = next(key for key, count in counts.items() if count > 1)
-        raise _Duplicate(f"holds the key {shown(twice)!r} twice")
-    return entries
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
-
-
-def parse_json_object(raw: bytes, where: str) -> dict[str, Any]:
-    """A JSON object in UTF-8 in which no key appears twice.
-
-    Raises:
-        InputError: anything else, said with `where` in front.
-    """
-    try:
-        text = raw.decode("utf-8")
-        value = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
-    except UnicodeDecodeError as error:
-        raise InputError(
-            f"{where}: is not UTF-8 (byte {error.start}): the file is damaged or of another format"
-        ) from None
-    except _Duplicate as error:
-        raise InputError(f"{where}: {error}: the file is damaged or made to deceive") from None
-    except (ValueError, RecursionError) as error:
-        reason = "is nested too deep" if isinstance(error, RecursionError) else f"is not valid JSON ({error})"
-        raise InputError(f"{where}: {reason}: the file is damaged or of another format") from None
-    if not isinstance(value, dict):
-        raise InputError(f"{where}: holds a {type(value).__name__} where an object is expected")
-    return value
-
-
 def open_safetensors(path: Path, strategy: Strategy = "auto") -> SafetensorsFile:
     """Opens a file and checks its whole header; no tensor is read.
 
@@ -130,7 +89,7 @@ def _read_header(data: FileBytes) -> SafetensorsFile:
     values = sum(header.count(mark) for mark in (b",", b"[", b"{"))
     if values > MAX_HEADER_VALUES:
         raise InputError(f"{where}: holds about {values} values, more than the {MAX_HEADER_VALUES} that are read")
-    entries = parse_json_object(header, where)
+    entries = parse_object(header, where)
     problems: list[str] = []
     _check_metadata(entries.pop("__metadata__", {}), problems)
     start = 8 + len(header)

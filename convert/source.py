@@ -3,7 +3,6 @@
 `open_source` reads headers only. Tensors are read one block of rows at a time, by any number of threads.
 """
 
-import json
 import os
 import types
 from collections import defaultdict
@@ -21,7 +20,7 @@ from shardzoo.convert.file_bytes import (
     read_stored,
     release_stored,
 )
-from shardzoo.convert.folder import EXTRAS, Index, WeightFiles, find_weights, read_text
+from shardzoo.convert.folder import EXTRAS, Index, WeightFiles, find_weights, read_config
 from shardzoo.convert.hub import Fetched, fetch, is_hub_address
 from shardzoo.convert.names import batched_names
 from shardzoo.convert.weight_file import WeightFile, open_weight_file
@@ -92,7 +91,10 @@ class Source:
         self.tensors: Mapping[str, TensorInfo] = types.MappingProxyType(
             {key: _info(key, number, stored) for key, (number, stored) in self._stored.items()}
         )
-        self.config_text, self.config = _read_config(self.root)
+        self.config_text: str | None = None
+        self.config: dict[str, Any] | None = None
+        if os.path.isfile(self.root / "config.json"):
+            self.config_text, self.config = read_config(self.root / "config.json")
         self.extras = _find_extras(self.root)
 
     def __enter__(self) -> "Source":
@@ -168,20 +170,6 @@ def _described(name: str, file: WeightFile) -> SourceFile:
         header=file.header,
         wrapper=file.wrapper,
     )
-
-
-def _read_config(folder: Path) -> tuple[str | None, dict[str, Any] | None]:
-    path = folder / "config.json"
-    if not os.path.isfile(path):
-        return None, None
-    text = read_text(path)
-    try:
-        config = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}: is not valid JSON ({error}): mend it or fetch it again") from None
-    if not isinstance(config, dict):
-        raise InputError(f"{path}: holds a {type(config).__name__} where an object is expected")
-    return text, config
 
 
 def _find_extras(folder: Path) -> list[Path]:

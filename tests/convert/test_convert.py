@@ -269,7 +269,12 @@ def test_a_config_elsewhere_can_be_named(source, tmp_path):
     (source / "config.json").rename(tmp_path / "c.json")
     report = convert(source / "model.safetensors", tmp_path / "ckpt", config=tmp_path / "c.json", sync=False)
     assert report.tensors == 51
-    assert "is not valid JSON" in refusal(source, config=source / "model.safetensors")
+    assert "is not UTF-8" in refusal(source, config=source / "model.safetensors")
+    for text, words in (("{", "is not valid JSON"), ("[]", "holds a list"), ('{"a": 1, "a": 2}', "key 'a' twice")):
+        for path in (tmp_path / "c.json", source / "config.json"):
+            path.write_text(text)
+        assert words in refusal(source, config=tmp_path / "c.json") and words in refusal(source)
+        (source / "config.json").unlink()
     assert "cannot be read" in refusal(source, config=tmp_path / "none.json")
 
 
