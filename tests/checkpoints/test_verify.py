@@ -217,7 +217,7 @@ def test_a_manifest_of_another_shape_is_refused_with_every_problem(tiny):
     with pytest.raises(InputError) as error:
         decode(json.dumps(record).encode(), "m")
     for part in ("embed: shape", "count: dtype='float7'", "heads.0: wrong folder", "does not divide outer",
-                 "sources[0]: field 'kind'", "/etc/passwd", "field 'sha256' is None", "blocks.k: its file"):  # fmt: skip
+                 "sources[0]: field 'kind'", "/etc/passwd", "'sha256' is None", "blocks.k: its file"):  # fmt: skip
         assert part in str(error.value), part
 
 
