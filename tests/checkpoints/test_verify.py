@@ -96,10 +96,10 @@ def test_every_bit_of_the_data(two_leaves):
 
 
 def test_every_byte_of_the_metadata(two_leaves):
-    """One random bit of each byte, of every fourth byte in the longest file."""
+    """One random bit of each byte, of every sixteenth byte in the longest file."""
     rng = random.Random(1)
     for name in itertools.filterfalse(is_data, files(two_leaves)):
-        step = 8 * (1 + 3 * ((two_leaves / name).stat().st_size > 1000))
+        step = 8 * (1 + 15 * ((two_leaves / name).stat().st_size > 1000))
         for bit in flips(two_leaves, name, lambda n, step=step: range(rng.randrange(8), n, step)):
             assert is_found(two_leaves, "quick"), (name, bit)
     checkpoints.verify(two_leaves)
