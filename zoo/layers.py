@@ -22,7 +22,6 @@ from shardzoo.zoo.mesh import TP, traced_platform
 
 Leaf = Array | Param
 Residual = Literal["whole", "seq"]
-FEW_ROWS = 32  # of a decode step: up to here a CPU's product reads the weight once, as its first operand
 SEQ = 1  # the sequence dim of (batch, seq, ...)
 
 
@@ -43,18 +42,14 @@ def contract(x: Float[Array, "batch seq *in"], weight: Float[Array, "*out_in"], 
 
     The product is one of matrices: XLA for CPUs transposes a weight of more dims at every use. It also has products of
     16-bit floats only with a float32 result: asked for a 16-bit one it widens the operands, a copy of the weight at
-    every use (five times slower for a batch of 8). For a few rows the product with the weight first is the faster one.
+    every use (five times slower for a batch of 8).
     """
     lead, out = x.shape[: x.ndim - inputs], weight.shape[: weight.ndim - inputs]
     width = math.prod(weight.shape[weight.ndim - inputs :])
     rows = x.reshape(math.prod(lead), width)
     wide = jnp.float32 if traced_platform() == "cpu" and x.dtype.itemsize == 2 else None
     matrix = weight.astype(x.dtype).reshape(math.prod(out), width)
-    last = (((1,), (1,)), ((), ()))
-    if traced_platform() == "cpu" and 1 < len(rows) <= FEW_ROWS:
-        y = lax.dot_general(matrix, rows, last, preferred_element_type=wide).T
-    else:
-        y = lax.dot_general(rows, matrix, last, preferred_element_type=wide)
+    y = lax.dot_general(rows, matrix, (((1,), (1,)), ((), ())), preferred_element_type=wide)
     return y.astype(x.dtype).reshape(*lead, *out)
 
 
