@@ -82,15 +82,19 @@ def _of_piece(block: Shaped[np.ndarray, "..."], start: tuple[int, ...], shape: t
     k = len(shape) - tail(shape)
     columns = math.prod(block.shape[k:]) * per_item
     flat = block.reshape(-1).view(words).reshape(-1, columns)
+    weights = [
+        (
+            _weights(start[:k], block.shape[:k], shape[:k], row_seed, 0),
+            _weights(start[k:], block.shape[k:], shape[k:], column_seed, per_item),
+        )
+        for row_seed, column_seed in SEEDS
+    ]
     sums = [0, 0]
     step = max(1, TILE // columns)
-    for which, (row_seed, column_seed) in enumerate(SEEDS):
-        f = _weights(start[:k], block.shape[:k], shape[:k], row_seed, 0)
-        g = _weights(start[k:], block.shape[k:], shape[k:], column_seed, per_item)
-        for at in range(0, len(flat), step):
-            wide = flat[at : at + step].astype(np.uint32)
-            by_row = np.einsum("rc,c->r", wide, g)
-            sums[which] += int(np.dot(by_row, f[at : at + step]))
+    for at in range(0, len(flat), step):
+        wide = flat[at : at + step].astype(np.uint32)  # once for both sums
+        for which, (f, g) in enumerate(weights):
+            sums[which] += int(np.dot(np.einsum("rc,c->r", wide, g), f[at : at + step]))
     return sums[0] & 0xFFFFFFFF, sums[1] & 0xFFFFFFFF
 
 

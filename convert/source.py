@@ -112,9 +112,9 @@ class Source:
         """The weight file with this index."""
         return self._data[file].path
 
-    def is_mapped(self, file: int) -> bool:
-        """Whether tensors of this weight file are views of a memory map, and not fresh arrays."""
-        return self._data[file].strategy == "mmap"
+    def populate(self, file: int, offset: int, count: int) -> None:
+        """Maps these bytes of a weight file in one call, where it is mapped, for reading them whole."""
+        self._data[file].populate(offset, count)
 
     def _find(self, key: str) -> tuple[FileBytes, Stored]:
         if key not in self._stored:

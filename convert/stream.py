@@ -253,19 +253,13 @@ class Stream:
             raise
 
     def _take_digest(self, digest: FileDigest, key: str, rows: slice | None, whole: np.ndarray) -> None:
-        """Takes the digest on to the end of these rows.
-
-        From the rows themselves where they were read into memory; a mapped file is read beside its map, which costs
-        less than faulting its pages in for the digest and again for the writing.
-        """
+        """Takes the digest on to the end of these rows, from the rows themselves: the file is read no second time."""
         info = self._source.tensors[key]
         if info.offset is None or whole.size == 0:
             return
         start = info.offset + (rows.start * (info.nbytes // info.shape[0]) if rows else 0)
-        if self._source.is_mapped(info.file):
-            digest.skip_to(start + whole.nbytes)
-        else:
-            digest.feed(start, whole.reshape(-1).view(np.uint8).data)
+        self._source.populate(info.file, start, whole.nbytes)
+        digest.feed(start, whole.reshape(-1).view(np.uint8).data)
 
     def _write_share(self, piece: Piece, block: Ranges, share: Part, values: np.ndarray, held: Held) -> None:
         try:
