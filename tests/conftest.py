@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -12,6 +13,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 from jaxtyping import install_import_hook
 
 install_import_hook("shardzoo", "beartype.beartype")
+
+# The same cases each time, so that a run speaks of the change it is for; HYPOTHESIS_PROFILE=default searches on.
+hypothesis.settings.register_profile("steady", derandomize=True, deadline=None, print_blob=True)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "steady"))
 
 
 @pytest.fixture(scope="session")
