@@ -105,7 +105,7 @@ def test_a_device_without_the_memory_is_named(checkpoint, monkeypatch):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 99 bytes.\nAnd more.")
 
     monkeypatch.setattr(checkpoints, "restore", full)
-    ended = invoke("generate", checkpoint, "--prompt", "word3", "--mesh", "tensor=2")
+    ended = invoke("generate", checkpoint, "--prompt", "word3", "--max-new-tokens", 8, "--mesh", "tensor=2")
     assert ended.status == 1
     assert "mesh (tensor=2) has too little memory (RESOURCE_EXHAUSTED: Out of memory allocating 99 bytes.)" in ended.err
 
