@@ -447,7 +447,7 @@ def sequence_positions(seq: int) -> Int[Array, "one seq"]:
 
 LLAMA3 = Rope(theta=500000.0, scaling="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
 LLAMA32 = dataclasses.replace(LLAMA3, factor=32.0)
-QWEN = Rope(theta=1000000.0)
+MILLION = Rope(theta=1000000.0)
 
 
 def _smollm2(embed: int, layers: int, heads: int, kv_heads: int, mlp: int, theta: float, eps: float = 1e-5) -> Config:
@@ -471,26 +471,26 @@ PRESETS = {
         vocab=128256, embed=3072, layers=28, heads=24, kv_heads=8, head_dim=128, mlp=8192, rope=LLAMA32, tied=True
     ),
     "mistral-7b-v0.3": Config(
-        vocab=32768, embed=4096, layers=32, heads=32, kv_heads=8, head_dim=128, mlp=14336, rope=QWEN,
+        vocab=32768, embed=4096, layers=32, heads=32, kv_heads=8, head_dim=128, mlp=14336, rope=MILLION,
         max_positions=32768,
     ),
     "mistral-small-3.2-24b": Config(
         vocab=131072, embed=5120, layers=40, heads=32, kv_heads=8, head_dim=128, mlp=32768, rope=Rope(theta=1e9)
     ),
     "qwen2.5-0.5b": Config(
-        vocab=151936, embed=896, layers=24, heads=14, kv_heads=2, head_dim=64, mlp=4864, norm_eps=1e-6, rope=QWEN,
+        vocab=151936, embed=896, layers=24, heads=14, kv_heads=2, head_dim=64, mlp=4864, norm_eps=1e-6, rope=MILLION,
         qkv_bias=True, tied=True, max_positions=32768,
     ),
     "qwen2.5-7b": Config(
-        vocab=152064, embed=3584, layers=28, heads=28, kv_heads=4, head_dim=128, mlp=18944, norm_eps=1e-6, rope=QWEN,
+        vocab=152064, embed=3584, layers=28, heads=28, kv_heads=4, head_dim=128, mlp=18944, norm_eps=1e-6, rope=MILLION,
         qkv_bias=True,
     ),
     "qwen3-4b": Config(
-        vocab=151936, embed=2560, layers=36, heads=32, kv_heads=8, head_dim=128, mlp=9728, norm_eps=1e-6, rope=QWEN,
+        vocab=151936, embed=2560, layers=36, heads=32, kv_heads=8, head_dim=128, mlp=9728, norm_eps=1e-6, rope=MILLION,
         qk_norm=True, tied=True, max_positions=40960,
     ),
     "qwen3-8b": Config(
-        vocab=151936, embed=4096, layers=36, heads=32, kv_heads=8, head_dim=128, mlp=12288, norm_eps=1e-6, rope=QWEN,
+        vocab=151936, embed=4096, layers=36, heads=32, kv_heads=8, head_dim=128, mlp=12288, norm_eps=1e-6, rope=MILLION,
         qk_norm=True, max_positions=40960,
     ),
 }  # fmt: skip
