@@ -15,9 +15,8 @@ import numpy as np
 
 from shardzoo.checkpoints.grid import SMALL_LEAF, LeafSpec
 from shardzoo.checkpoints.manifest import CARRIED, canonical
-from shardzoo.convert import families, recognise
 from shardzoo.convert.families import FamilyRules, Layout
-from shardzoo.convert.folder import read_config
+from shardzoo.convert.finding import find_family, find_layout, looks, without_prefix
 from shardzoo.convert.rules import Expected, Piece, expand, expected, gaps, unit
 from shardzoo.convert.source import Source, TensorInfo, row_blocks
 from shardzoo.errors import InputError, fail_if
@@ -156,79 +155,15 @@ def make_plan(
         InputError: everything that does not fit, in one message, with what the source looks like instead.
     """
     cast = parse_dtype(dtype)
-    hf = _config_of(source, config)
-    rules = _find_rules(source, hf, family)
+    rules, given = find_family(source, family=family, config=config)
     try:
-        zoo_config = rules.read_config(hf, source.tensors)
+        zoo_config = rules.read_config(given, without_prefix(source, rules, prefix))
         declared = rules.declare(zoo_config)
     except InputError as error:
-        raise InputError(f"{source.root}: {error}\n  its tensors look like: {_looks(source)}") from None
+        raise InputError(f"{source.root}: {error}\n  its tensors look like: {looks(source)}") from None
     params = zoo_layout.named(declared)
-    layout, found_prefix = _find_layout(source, rules, params, prefix)
+    layout, found_prefix = find_layout(source, rules, params, prefix)
     return _match(source, rules, zoo_config, declared, layout, found_prefix, component, cast)
-
-
-def _looks(source: Source) -> str:
-    return recognise.looks_like(source.tensors)
-
-
-def _config_of(source: Source, config: str | Path | None) -> Mapping[str, Any]:
-    if config is None:
-        if source.config is None:
-            raise InputError(
-                f"{source.root}: there is no config.json beside the weights, which look like: {_looks(source)}:"
-                " put it there, or name one by config= (--config)"
-            )
-        return source.config
-    return read_config(Path(config))[1]
-
-
-def _find_rules(source: Source, hf: Mapping[str, Any], family: str | None) -> FamilyRules:
-    known = {name: families.rules_of(name) for name in families.FAMILIES}
-    if family is not None:
-        if family not in known:
-            raise InputError(f"family={family!r} is not one that is converted: use one of {', '.join(known)}")
-        return known[family]
-    kind = hf.get("model_type", hf.get("_class_name"))
-    for rules in known.values():
-        if isinstance(kind, str) and kind in rules.model_types:
-            return rules
-    listed = "; ".join(f"{name} ({', '.join(sorted(rules.model_types))})" for name, rules in known.items())
-    raise InputError(
-        f"{source.root}: no family of this zoo reads it: its config says {kind!r}, its tensors look like:"
-        f" {_looks(source)}.\n  families and what they read: {listed}"
-    )
-
-
-def _find_layout(
-    source: Source, rules: FamilyRules, params: Mapping[str, Param], prefix: str | None
-) -> tuple[Layout, str]:
-    """The layout, and the prefix on all keys, under which most tensors are known."""
-    shared = recognise.common_prefixes(source.tensors)
-    if prefix and prefix not in (p for s in shared for p in (s, s.rstrip("."))):
-        raise InputError(
-            f"{source.root}: prefix={prefix!r} is not on all keys: those all share {shared[-1]!r}: leave it out"
-        )
-    prefixes = shared if prefix is None else [prefix.rstrip(".") + "." if prefix else ""]
-    keys = set(source.tensors)
-    best: tuple[int, Layout, str] | None = None
-    for candidate in prefixes:
-        for layout in rules.layouts:
-            known = sum(candidate + key in keys for key in expected(rules.rules, params, layout.roots))
-            if known and (best is None or known > best[0]):
-                best = known, layout, candidate
-    if best is None:
-        raise InputError(
-            f"{source.root}: none of its {len(keys)} tensors has a name of family {rules.family}; they look like:"
-            f" {_looks(source)}"
-        )
-    _, layout, found = best
-    if found and prefix is None and not recognise.is_wrapper(found):
-        raise InputError(
-            f"{source.root}: all keys start with {found!r}; without it they are of family {rules.family} in layout"
-            f" {layout.name!r}: pass prefix={found!r} (--prefix {found}) to take it off"
-        )
-    return layout, found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -250,13 +185,15 @@ def _sort(
     prefix: str,
     component: str | None,
 ) -> _Sorting:
-    wanted = {prefix + key: value for key, value in expected(rules.rules, params, layout.roots).items()}
-    of_leaf = {rule.target: prefix + rule.source.format(layer="", **layout.roots) for rule in rules.rules}
-    ties = {prefix + key.format(**layout.roots): of_leaf[leaf] for key, leaf in rules.ties.items()}
+    kind, unused_keys = rules.rules_in(layout), rules.unused_in(layout)
+    wanted = {prefix + key: value for key, value in expected(kind, params, layout.roots).items()}
+    of_leaf = {rule.target: prefix + rule.source.format(layer="", **layout.roots) for rule in kind}
+    ties = {prefix + key.format(**layout.roots): of_leaf[leaf] for key, leaf in rules.ties_in(layout).items()}
     sorting = _Sorting(wanted, {}, {}, {}, [])
     for key in source.tensors:
         part = next((p for start, p in layout.other.items() if key.startswith(prefix + start)), None)
-        unused = next((why for pattern, why in rules.unused.items() if re.fullmatch(pattern, key)), None)
+        bare = key.removeprefix(prefix)
+        unused = next((why for pattern, why in unused_keys.items() if re.fullmatch(pattern, bare)), None)
         if key in wanted:
             continue
         if key in ties and ties[key] in wanted:
@@ -288,7 +225,9 @@ def _match(
             f"component={component!r} is not one that family {rules.family} runs: use {rules.part!r}, or leave it out"
         )
     sorting = _sort(source, rules, params, layout, prefix, component)
-    pieces = [dataclasses.replace(p, source=prefix + p.source) for p in expand(rules.rules, params, layout.roots)]
+    pieces = [
+        dataclasses.replace(p, source=prefix + p.source) for p in expand(rules.rules_in(layout), params, layout.roots)
+    ]
     wrong = gaps(pieces, params)
     if wrong:
         raise ValueError(f"rules of family {rules.family}: " + "; ".join(wrong))
@@ -298,7 +237,7 @@ def _match(
     problems = _misfits(source, sorting, config) + _dtype_problems(source, by_leaf, cast)
     if problems:
         title = f"{source.root}: does not fit family {rules.family} in layout {layout.name!r}"
-        fail_if(problems + _advice(source, sorting, params, layout, prefix), title)
+        fail_if(problems + _advice(source, sorting, rules, params, layout, prefix), title)
     leaves = {path: _leaf_plan(source, params[path], by_leaf[path], cast) for path in params}
     leaves |= {f"{CARRIED}/{key}": _carried_plan(source.tensors[key]) for key in sorting.carried}
     return Plan(
@@ -407,28 +346,45 @@ def _dtype_problems(source: Source, by_leaf: Mapping[str, list[Piece]], cast: np
     return grouped(problems) + mixed
 
 
-def _advice(source: Source, sorting: _Sorting, params: Mapping[str, Param], layout: Layout, prefix: str) -> list[str]:
+def _advice(
+    source: Source,
+    sorting: _Sorting,
+    rules: FamilyRules,
+    params: Mapping[str, Param],
+    layout: Layout,
+    prefix: str,
+) -> list[str]:
     """What the misfits together suggest."""
     lines = []
-    here = {int(n) for key in source.tensors if (n := _layer(key, prefix + layout.roots.get("body", ""))) is not None}
-    layers = next((p.size(zoo_layout.LAYER) for p in params.values() if zoo_layout.LAYER in p.names), None)
-    if here and layers and max(here) + 1 != layers:
-        lines.append(f"the file has layers 0 to {max(here)}, the config says {layers}: they are of different models")
-    head = prefix + layout.roots.get("head", "") + "weight"
-    if head in sorting.wanted and head not in source.tensors:
-        lines.append(
-            f"{head}: the config does not tie it to the embedding, so it must be there:"
-            ' the file is of a base model, or "tie_word_embeddings": true is missing in its config.json'
-        )
-    looks = _looks(source)
+    for there, declared in sorted(_layers(source, rules, params, layout, prefix)):
+        lines.append(f"the file has layers 0 to {there - 1}, the config says {declared}: they are of different models")
+    for tie, leaf in rules.ties_in(layout).items():
+        key = prefix + tie.format(**layout.roots)
+        if key in sorting.wanted and key not in source.tensors:
+            lines.append(
+                f"{key}: the config does not tie it to {leaf}, so it must be there:"
+                ' the file is of a base model, or "tie_word_embeddings": true is missing in its config.json'
+            )
     if sorting.extra:
-        lines.append(f"its tensors look like: {looks}")
+        lines.append(f"its tensors look like: {looks(source)}")
     return lines
 
 
-def _layer(key: str, body: str) -> str | None:
-    match = re.match(re.escape(body) + r"layers\.(\d+)\.", key)
-    return match.group(1) if match else None
+def _layers(
+    source: Source, rules: FamilyRules, params: Mapping[str, Param], layout: Layout, prefix: str
+) -> set[tuple[int, int]]:
+    """Numbers of layers that the source has of something, and that the config says, where they differ."""
+    found = set()
+    for rule in rules.rules_in(layout):
+        param = params.get(rule.target)
+        if param is None or zoo_layout.LAYER not in param.names:
+            continue
+        ends = (part.format(**layout.roots) for part in rule.source.split("{layer}"))
+        pattern = re.compile(re.escape(prefix) + r"(\d+)".join(map(re.escape, ends)))
+        numbers = [int(match[1]) for key in source.tensors if (match := pattern.fullmatch(key))]
+        if numbers and max(numbers) + 1 != param.size(zoo_layout.LAYER):
+            found.add((max(numbers) + 1, param.size(zoo_layout.LAYER)))
+    return found
 
 
 def check_ties(source: Source, plan: Plan) -> None:

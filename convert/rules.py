@@ -8,11 +8,12 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from shardzoo.zoo.layout import LAYER, Param
 
 Ranges = tuple[tuple[int, int], ...]
+_ANY_LAYER = "\0"  # in no key
 _GROUP = re.compile(r"\(([^)]*)\)|(\S+)")
 
 
@@ -23,7 +24,8 @@ class Rule:
     Attributes:
         target: path of the leaf.
         source: key of the tensor; `{layer}` counts the leaf's `layer` dim, other braces are roots of the layout.
-        dims: what the source's dims are made of, in the leaf's names: "(heads head_dim) embed".
+        dims: what the source's dims are made of, in the leaf's names: "(heads head_dim) embed"; "()" is a dim of
+            size 1 that the leaf does not have.
         at: index or (start, stop) in the leaf for dims that the source does not hold whole, such as `block`.
         start: source dim -> where in it the block begins, for tensors that pack several leaves.
     """
@@ -106,10 +108,18 @@ def expected(rules: Iterable[Rule], params: Mapping[str, Param], roots: Mapping[
     return found
 
 
+def knows(rules: Iterable[Rule], roots: Mapping[str, str]) -> Callable[[str], bool]:
+    """Whether a key is one that the rules may ask for, in a model of any sizes."""
+    made = {rule.source.format(layer=_ANY_LAYER, **roots) for rule in rules}
+    patterns = [re.escape(key).replace(re.escape(_ANY_LAYER), r"\d+") for key in made if _ANY_LAYER in key]
+    layered = re.compile("|".join(patterns) or r"(?!)")
+    return lambda key: key in made or layered.fullmatch(key) is not None
+
+
 def _made_of(rule: Rule, param: Param) -> str:
     parts = []
     for names, sizes in zip(groups(rule.dims), _sizes(rule, param), strict=True):
-        parts.append(" x ".join(f"{name}={size}" for name, size in zip(names, sizes, strict=True)))
+        parts.append(" x ".join(f"{name}={size}" for name, size in zip(names, sizes, strict=True)) or "1")
     return "(" + ", ".join(parts) + ")"
 
 

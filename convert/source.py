@@ -108,6 +108,11 @@ class Source:
         for data in self._data:
             data.close()
 
+    def set_config_aside(self, why: str) -> None:
+        """Treats the folder's config.json as not there, and says why."""
+        self.config_text = self.config = None
+        self.notes.append(why)
+
     def path_of(self, file: int) -> Path:
         """The weight file with this index."""
         return self._data[file].path

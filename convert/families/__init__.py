@@ -1,30 +1,41 @@
 """What the converter knows of each family: its published layouts, its rules, and how its configs read.
 
-One file a family. A family is found by the `model_type` of the source's config; `FAMILIES` is the whole list.
+One file a family, named in `FAMILIES`, with the family's rules as `FAMILY`. The model itself is declared by the family
+of the same name in the zoo, which that file imports. A source is of the family that its config names, by
+`_class_name`, `architectures` or `model_type`; without a config, of the family whose rules know most of its tensors.
 """
 
 import dataclasses
 import functools
 import importlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from shardzoo.convert.rules import Rule
+from shardzoo.convert.source import TensorInfo
+from shardzoo.zoo.families import find_family
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:
-    """One way in which a family's tensors are named in published files.
+    """One way in which a family's tensors are named and packed in published files.
 
     Attributes:
         name: "transformers", "diffusers", "original".
         roots: what the braces other than `{layer}` in the rules' source keys stand for.
         other: prefix of keys -> name of the part they belong to: parts that the zoo does not run.
+        rules, ties, unused: its own, where it differs from the family's other layouts by more than roots; None for
+            those of the `FamilyRules`.
+        stem: what its files of weights are called, without part numbers and suffix.
     """
 
     name: str
-    roots: Mapping[str, str]
+    roots: Mapping[str, str] = dataclasses.field(default_factory=dict)
     other: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    rules: tuple[Rule, ...] | None = None
+    ties: Mapping[str, str] | None = None
+    unused: Mapping[str, str] | None = None
+    stem: str = "model"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,25 +45,41 @@ class FamilyRules:
     Attributes:
         family: name in `shardzoo.zoo.families`.
         part: name of what the family runs, among the parts of a source that holds several.
-        model_types: values of `model_type` in config.json that it reads.
+        model_types: values of `_class_name`, `architectures` or `model_type` in config.json that it reads.
         layouts: the layouts it reads, the commonest first.
         rules: source tensors to leaves; rules whose leaf a config does not declare are left out.
         ties: key of a tensor -> leaf that it must equal where the config ties the two.
         unused: pattern of keys that the model computes for itself -> why they are not read.
-        read_config: parsed config.json and the source's keys -> config of the zoo; raises `InputError` with every
-            reason it cannot.
-        declare: config -> declared module.
+        read_config: parsed config.json and the source's tensors, whose keys have the wrapper's prefix taken off ->
+            config of the zoo; raises `InputError` with every reason it cannot.
+        config_optional: whether `read_config` can do with {} for a config, from the tensors alone.
+        write_config: config of the zoo and the name of a layout -> config.json as that layout has it, or None where
+            the layout has none. Without it, config.json stays as it came whatever layout is written.
     """
 
     family: str
     part: str
     model_types: frozenset[str]
     layouts: tuple[Layout, ...]
-    rules: tuple[Rule, ...]
-    ties: Mapping[str, str]
-    unused: Mapping[str, str]
-    read_config: Callable[[Mapping[str, Any], Collection[str]], Any]
-    declare: Callable[[Any], Any]
+    rules: tuple[Rule, ...] = ()
+    ties: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    unused: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    read_config: Callable[[Mapping[str, Any], Mapping[str, TensorInfo]], Any]
+    config_optional: bool = False
+    write_config: Callable[[Any, str], Mapping[str, Any] | None] | None = None
+
+    def rules_in(self, layout: Layout) -> tuple[Rule, ...]:
+        return self.rules if layout.rules is None else layout.rules
+
+    def ties_in(self, layout: Layout) -> Mapping[str, str]:
+        return self.ties if layout.ties is None else layout.ties
+
+    def unused_in(self, layout: Layout) -> Mapping[str, str]:
+        return self.unused if layout.unused is None else layout.unused
+
+    def declare(self, config: Any) -> Any:
+        """The declared module of a config."""
+        return find_family(self.family).declare(config)
 
 
 FAMILIES = {"decoder": "shardzoo.convert.families.decoder"}

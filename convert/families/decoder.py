@@ -5,11 +5,12 @@ configs (older field names included).
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from shardzoo.convert.families import FamilyRules, Layout
 from shardzoo.convert.rules import Rule
+from shardzoo.convert.source import TensorInfo
 from shardzoo.errors import InputError, fail_if
 from shardzoo.zoo import decoder
 from shardzoo.zoo.rope import Rope
@@ -137,12 +138,12 @@ _FIELDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
-def read_config(source: Mapping[str, Any], keys: Collection[str]) -> decoder.Config:
+def read_config(source: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> decoder.Config:
     """The decoder that a config.json of transformers describes; of a multimodal one, its text model.
 
     Args:
         source: the parsed file, with old (`rope_theta`, `rope_scaling`) or new (`rope_parameters`) names.
-        keys: names of the source's tensors: they tell whether a `mistral3` that does not say so ties its embeddings.
+        tensors: the source's: they tell whether a `mistral3` that does not say so ties its embeddings.
 
     Raises:
         InputError: fields missing, and everything the decoder does not do, by name, with what it does.
@@ -172,7 +173,7 @@ def read_config(source: Mapping[str, Any], keys: Collection[str]) -> decoder.Con
         out_bias=_flag(text, "attention_bias", kind),
         mlp_bias=kind == "llama" and bool(text.get("mlp_bias", False)),
         qk_norm=kind.startswith("qwen3"),
-        tied=_tied(source, text, keys),
+        tied=_tied(source, text, tensors),
         sliding_window=window,
         sliding_layers=windowed,
         max_positions=text["max_position_embeddings"],
@@ -219,11 +220,11 @@ def _text_config(source: Mapping[str, Any]) -> dict[str, Any]:
     return {**nested, "model_type": inner}
 
 
-def _tied(source: Mapping[str, Any], text: Mapping[str, Any], keys: Collection[str]) -> bool:
+def _tied(source: Mapping[str, Any], text: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> bool:
     stated = [c["tie_word_embeddings"] for c in (source, text) if c.get("tie_word_embeddings") is not None]
     if stated:
         return any(stated)
-    has_head = any(key.endswith("lm_head.weight") for key in keys)
+    has_head = any(key.endswith("lm_head.weight") for key in tensors)
     return source["model_type"] == "mistral3" and not has_head  # the one type that ties where nothing is said
 
 
@@ -316,5 +317,4 @@ FAMILY = FamilyRules(
     ties={"{head}weight": "embed.weight"},
     unused=UNUSED,
     read_config=read_config,
-    declare=decoder.declare,
 )

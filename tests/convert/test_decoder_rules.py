@@ -3,6 +3,7 @@
 import collections
 import math
 
+import numpy as np
 import pytest
 import transformers
 from hollow import decoder_keys, pixtral_keys, qwen_vision_keys, write_hollow
@@ -11,6 +12,7 @@ from shardzoo.convert.convert import plan_conversion
 from shardzoo.convert.families import rules_of
 from shardzoo.convert.families.decoder import read_config
 from shardzoo.convert.rules import gaps
+from shardzoo.convert.source import TensorInfo
 from shardzoo.errors import InputError
 from shardzoo.zoo import layout as zoo_layout
 
@@ -138,8 +140,15 @@ def test_rotary_buffers_are_kept_aside_with_a_reason(tmp_path):
 SMALL = {"layers": 4, "embed": 64, "mlp": 96, "heads": 4, "kv_heads": 2, "head_dim": 16, "vocab": 100}
 
 
+def tensors(*keys):
+    return {
+        key: TensorInfo(key=key, shape=(), dtype=np.dtype("float32"), file=0, nbytes=4, memory=(key,), offset=0)
+        for key in keys
+    }
+
+
 def read(**fields):
-    return read_config(fields, ())
+    return read_config(fields, {})
 
 
 @pytest.mark.parametrize(
@@ -157,7 +166,7 @@ def read(**fields):
 )
 def test_configs_that_transformers_writes_are_read_as_it_reads_them(kind, config, more):
     theirs = config(**{k: v for k, v in hf(kind, SMALL, **more).items() if k != "model_type"})
-    ours = read_config(theirs.to_dict(), ())
+    ours = read_config(theirs.to_dict(), {})
     assert (ours.vocab, ours.embed, ours.layers, ours.mlp) == (100, 64, 4, 96)
     assert (ours.heads, ours.kv_heads, ours.head_dim) == (4, 2, getattr(theirs, "head_dim", None) or 16)
     assert ours.rope.theta == theirs.rope_parameters["rope_theta"] and ours.rope.scaling == "none"
@@ -256,7 +265,7 @@ LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "origi
 def test_values_that_a_field_cannot_hold_are_refused_by_name(name, value):
     config = {**hf("qwen3", QWEN3_8B, head_dim=128), name: value}
     with pytest.raises(InputError, match=rf"{name}=.* is not "):
-        read_config(config, ())
+        read_config(config, {})
 
 
 @pytest.mark.parametrize("name", LLAMA3)
@@ -264,7 +273,7 @@ def test_values_that_a_field_cannot_hold_are_refused_by_name(name, value):
 def test_malformed_numbers_of_rope_are_refused(name, value):
     config = hf("llama", QWEN3_8B, rope_scaling={"rope_type": "llama3", **LLAMA3, name: value})
     with pytest.raises(InputError, match=rf"{name}=|differ from layer to layer"):
-        read_config(config, ())
+        read_config(config, {})
 
 
 @pytest.mark.parametrize(
@@ -282,7 +291,7 @@ def test_malformed_numbers_of_rope_are_refused(name, value):
 )
 def test_malformed_configs_are_refused_and_end_in_no_traceback(tmp_path, config):
     with pytest.raises(InputError):
-        read_config(config, ())
+        read_config(config, {})
     write_hollow(tmp_path, decoder_keys(**{**QWEN3_8B, "layers": 2}), config)
     with pytest.raises(InputError):
         plan_conversion(tmp_path)
@@ -291,7 +300,7 @@ def test_malformed_configs_are_refused_and_end_in_no_traceback(tmp_path, config)
 def test_null_is_as_good_as_nothing_where_there_is_a_default():
     names = ("rms_norm_eps", "rope_theta", "rope_scaling", "layer_types", "attention_bias", "tie_word_embeddings")
     plain = {key: value for key, value in hf("qwen3", QWEN3_8B, head_dim=128).items() if key not in names}
-    assert read_config(plain | dict.fromkeys(names), ()) == read_config(plain, ())
+    assert read_config(plain | dict.fromkeys(names), {}) == read_config(plain, {})
 
 
 def test_missing_sizes_are_all_named():
@@ -302,8 +311,8 @@ def test_missing_sizes_are_all_named():
 def test_a_mistral3_that_does_not_say_so_is_tied_where_there_is_no_head():
     config = mistral3()
     del config["text_config"]["tie_word_embeddings"]
-    assert read_config(config, ("language_model.model.norm.weight",)).tied
-    assert not read_config(config, ("language_model.lm_head.weight",)).tied
+    assert read_config(config, tensors("language_model.model.norm.weight")).tied
+    assert not read_config(config, tensors("language_model.lm_head.weight")).tied
 
 
 def test_no_rule_is_without_a_leaf():
