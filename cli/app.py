@@ -188,8 +188,11 @@ def audit(
         str | None,
         typer.Option(help="Compile the forward pass for this TPU slice, e.g. v5e:2x4.", show_default=False),
     ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="With --topology: sequences.")] = 1,
-    tokens: Annotated[int, typer.Option(min=1, help="With --topology: length of each.")] = 4096,
+    batch: Annotated[int, typer.Option(min=1, help="With --topology: rows of the input.")] = 1,
+    tokens: Annotated[int, typer.Option(min=1, help="With --topology: length of each row of text.")] = 4096,
+    frames: Annotated[int, typer.Option(min=1, help="With --topology: length of a video.")] = 81,
+    height: Annotated[int, typer.Option(min=1, help="With --topology: of a video or image, in pixels.")] = 480,
+    width: Annotated[int, typer.Option(min=1, help="With --topology: of a video or image, in pixels.")] = 832,
     dtype: Annotated[
         Any,
         typer.Option(parser=options.parse_dtype, metavar="DTYPE", help="With --topology: of the weights."),
@@ -210,7 +213,8 @@ def audit(
     mesh does not fit.
     """
     commands = _commands()
-    ahead = topology and commands.Ahead(topology=topology, batch=batch, tokens=tokens, dtype=dtype)
+    sizes = commands.TraceSizes(batch=batch, tokens=tokens, frames=frames, height=height, width=width)
+    ahead = topology and commands.Ahead(topology=topology, sizes=sizes, dtype=dtype)
     reading = {
         "family": family,
         "component": component,

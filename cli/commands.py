@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import importlib
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,7 +17,7 @@ from shardzoo.cli.interrupts import uninterrupted
 from shardzoo.cli.terminal import count_text, note, progress_bar, say, say_json, say_table, size_text, working
 from shardzoo.errors import InputError, fail_if
 from shardzoo.zoo import layout
-from shardzoo.zoo.families import FAMILIES, find_family
+from shardzoo.zoo.families import FAMILIES, TraceSizes, find_family
 from shardzoo.zoo.mesh import Degrees
 
 
@@ -63,11 +64,10 @@ def _say_report(report: Any, lines: Callable[[Any], Iterable[str]], json: bool) 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ahead:
-    """What to compile ahead of time: the slice, and the sizes of the inputs."""
+    """What to compile ahead of time: the slice, the sizes of the inputs, and the dtype of the weights."""
 
     topology: str
-    batch: int
-    tokens: int
+    sizes: TraceSizes
     dtype: np.dtype | None
 
 
@@ -104,10 +104,12 @@ def _compile(found: targets.Target, verdicts: Sequence[judging.Verdict], ahead: 
     devices = topology.topology_devices(ahead.topology)
     wrong = [f"mesh ({v.degrees}) has {v.degrees.devices}" for v in verdicts if v.degrees.devices != len(devices)]
     fail_if(wrong, f"topology={ahead.topology!r} has {len(devices)} devices, so must every mesh")
-    inputs = topology.Inputs(batch=ahead.batch, tokens=ahead.tokens, dtype=ahead.dtype)
+    family = find_family(found.family)
     with working("compiling"):
         return {
-            verdict: topology.compile_forward(found.family, found.declared, verdict.degrees, devices, inputs)
+            verdict: topology.compile_forward(
+                family, found.declared, verdict.degrees, devices, ahead.sizes, ahead.dtype
+            )
             for verdict in verdicts
             if verdict.fits
         }
@@ -214,19 +216,21 @@ def generate(
 
     found = checkpoints.open(checkpoint)
     declared = found.declared
-    if found.manifest.header.family != "decoder":
-        raise InputError(f"{checkpoint}: generate runs language models, and this is {found.manifest.header.family!r}")
+    if found.family.text is None:
+        raise InputError(f"{checkpoint}: generate runs language models, and this is {found.family.name!r}")
     if dtype is not None and dtype.itemsize < 2:
         raise InputError(f"generate: dtype={dtype.name} is for storage: run in float32, bfloat16 or float16")
     layout.audit(declared, degrees)
     text = chat.read_text_assets(found.assets, str(checkpoint))
     ids = [text.encode(one) if raw else text.encode_chat(one, system) for one in texts]
-    _check_request(declared, ids, options)
+    with uninterrupted():
+        engine = importlib.import_module(found.family.text)
+    _check_request(engine, declared, ids, options)
     begin = time.monotonic()
     with _room_named(checkpoint, degrees):
         model, mesh = _restore(found, declared, degrees, dtype)
         restored = time.monotonic()
-        replies = _reply(declared, mesh, model, ids, text.end_ids, options)
+        replies = _reply(engine, declared, mesh, model, ids, text.end_ids, options)
     seconds = {"restore": restored - begin, "generate": time.monotonic() - restored}
     decoded = [text.decode(reply) for reply in replies]
     if json:
@@ -247,14 +251,12 @@ def generate(
         note(f"({count} tokens on {degrees}; restore {seconds['restore']:.1f} s, generate {seconds['generate']:.1f} s)")
 
 
-def _check_request(declared: Any, ids: list[list[int]], options: ReplyOptions) -> None:
+def _check_request(engine: Any, declared: Any, ids: list[list[int]], options: ReplyOptions) -> None:
     """Refuses prompts and options that generation would refuse, before a weight is read."""
-    with uninterrupted():
-        from shardzoo.zoo.generate import check_prompts
-        from shardzoo.zoo.next_token import Sampling
+    from shardzoo.zoo.next_token import Sampling
 
     Sampling(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
-    check_prompts(declared.config, ids, options.max_new_tokens)
+    engine.check_prompts(declared.config, ids, options.max_new_tokens)
 
 
 @contextlib.contextmanager
@@ -285,15 +287,18 @@ def _restore(found: Any, declared: Any, degrees: Degrees, dtype: np.dtype | None
 
 
 def _reply(
-    declared: Any, mesh: Any, model: Any, ids: list[list[int]], end_ids: tuple[int, ...], options: ReplyOptions
+    engine: Any,
+    declared: Any,
+    mesh: Any,
+    model: Any,
+    ids: list[list[int]],
+    end_ids: tuple[int, ...],
+    options: ReplyOptions,
 ) -> list[list[int]]:
-    """The new tokens of each prompt, without the end token."""
+    """The new tokens of each prompt, without the end token; `engine` is the family's module `text`."""
     import jax
-
-    with uninterrupted():
-        from shardzoo.zoo.generate import complete
 
     given = dataclasses.asdict(options)
     key = jax.random.key(given.pop("seed"))
     with working("generating"):
-        return complete(declared, mesh, model, ids, stop_ids=end_ids, key=key, **given)
+        return engine.complete(declared, mesh, model, ids, stop_ids=end_ids, key=key, **given)

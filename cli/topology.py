@@ -9,17 +9,16 @@ import importlib.util
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 from shardzoo.cli.terminal import size_text
 from shardzoo.errors import InputError
-from shardzoo.zoo import decoder, layout
+from shardzoo.zoo import layout
+from shardzoo.zoo.families import FAMILIES, Family, TraceSizes
 from shardzoo.zoo.mesh import Degrees, make_mesh
 
 # What the library asks its surroundings for, where it is not on a TPU machine; the type is any that it knows.
@@ -32,15 +31,6 @@ SURROUNDINGS = {
     "TPU_MIN_LOG_LEVEL": "3",
 }
 COLLECTIVE = re.compile(r" (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)(?:-start)?\(")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Inputs:
-    """Size of the inputs that a program is compiled for."""
-
-    batch: int
-    tokens: int
-    dtype: np.dtype | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,15 +67,6 @@ class Compiled:
         yield f"  collectives in the program: {found}"
 
 
-def decoder_forward(declared: Any, mesh: Mesh, inputs: Inputs) -> tuple[Callable, tuple]:
-    """Logits of whole sequences: the function and its abstract arguments beside the model."""
-    tokens = jax.ShapeDtypeStruct((inputs.batch, inputs.tokens), jnp.int32)
-    return decoder.forward(declared, mesh), (tokens,)
-
-
-FORWARDS: dict[str, Callable[[Any, Mesh, Inputs], tuple[Callable, tuple]]] = {"decoder": decoder_forward}
-
-
 def topology_devices(name: str) -> list[jax.Device]:
     """The devices of a slice by its name, for example `v5e:2x4`.
 
@@ -106,16 +87,22 @@ def topology_devices(name: str) -> list[jax.Device]:
 
 
 def compile_forward(
-    family: str, declared: Any, degrees: Degrees, devices: list[jax.Device], inputs: Inputs
+    family: Family,
+    declared: Any,
+    degrees: Degrees,
+    devices: list[jax.Device],
+    sizes: TraceSizes,
+    dtype: np.dtype | None,
 ) -> Compiled:
-    """Compiles the family's forward pass on a mesh of `degrees` over `devices`.
+    """Compiles the family's forward pass on a mesh of `degrees` over `devices`; `dtype` is that of the weights.
 
     Raises:
         InputError: the family has no forward pass to compile; the program does not fit the devices' memory.
     """
-    if family not in FORWARDS:
-        raise InputError(f"family={family!r} cannot be compiled ahead of time: {', '.join(FORWARDS)} can")
-    declared = declared if inputs.dtype is None else layout.astype(declared, inputs.dtype)
+    if family.trace is None:
+        able = ", ".join(sorted(one.name for one in FAMILIES.values() if one.trace))
+        raise InputError(f"family={family.name!r} cannot be compiled ahead of time: {able} can")
+    declared = declared if dtype is None else layout.astype(declared, dtype)
     mesh = make_mesh(
         data=degrees.data,
         pipe=degrees.pipe,
@@ -124,7 +111,7 @@ def compile_forward(
         kv_heads=degrees.kv_heads,
         devices=devices,
     )
-    function, arguments = FORWARDS[family](declared, mesh, inputs)
+    function, arguments = family.trace(declared, mesh, sizes)
     begin = time.monotonic()
     lowered = jax.jit(function).lower(layout.abstract(declared, mesh), *arguments)
     try:

@@ -24,7 +24,7 @@ from shardzoo.errors import InputError, fail_if
 from shardzoo.kernels.flash_attention.options import varying_like
 from shardzoo.zoo import layout
 from shardzoo.zoo.attention import attention
-from shardzoo.zoo.families import Family, register
+from shardzoo.zoo.families import Family, TraceSizes, register
 from shardzoo.zoo.in_place import block_at
 from shardzoo.zoo.layers import (
     ColumnLinear,
@@ -495,4 +495,19 @@ PRESETS = {
     ),
 }  # fmt: skip
 
-register(Family(name="decoder", config=Config, declare=declare, presets=PRESETS))
+
+def trace(declared: Decoder, mesh: Mesh, sizes: TraceSizes) -> tuple[Callable, tuple]:
+    """Logits of whole sequences, as `Family.trace` says."""
+    return forward(declared, mesh), (jax.ShapeDtypeStruct((sizes.batch, sizes.tokens), jnp.int32),)
+
+
+register(
+    Family(
+        name="decoder",
+        config=Config,
+        declare=declare,
+        presets=PRESETS,
+        trace=trace,
+        text="shardzoo.zoo.generate",  # by name: it imports this module
+    )
+)

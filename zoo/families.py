@@ -1,5 +1,9 @@
 """The families of the zoo by name: what a manifest's `family` and `config` turn into.
 
+To add a family: write `zoo/<family>.py`, which registers it, and import it in `zoo/__init__.py`; for conversion write
+`convert/families/<family>.py` and name it in `convert/families/__init__.py`. Everything else, the command line
+included, takes what it needs from `Family` and `FamilyRules`.
+
 A config is a frozen dataclass of numbers, strings, booleans, None, tuples of those, and nested dataclasses of the same
 kind, so that it goes to JSON and back unchanged.
 """
@@ -11,17 +15,47 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from jax.sharding import Mesh
+
 from shardzoo.errors import InputError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TraceSizes:
+    """Sizes of the inputs that a forward pass is traced with; a family takes those that its inputs have.
+
+    Attributes:
+        batch: rows.
+        tokens: length of each row of text.
+        frames, height, width: of each video, in frames and pixels; of an image the last two.
+    """
+
+    batch: int = 1
+    tokens: int = 4096
+    frames: int = 81
+    height: int = 480
+    width: int = 832
 
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """A family: the type of its configs, the function that declares a model of one, and its published sizes."""
+    """A family: its name, and what is made of a config of it.
+
+    Attributes:
+        config: type of its configs.
+        declare: config -> declared model.
+        presets: published sizes by name.
+        trace: (declared, mesh, sizes) -> the forward pass as a function of the model and arrays, and those arrays,
+            abstract: what is compiled ahead of time. None where there is nothing to compile.
+        text: module with `complete` and `check_prompts` as `zoo.generate` has them, where the family continues text.
+    """
 
     name: str
     config: type
     declare: Callable[[Any], Any]
     presets: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    trace: Callable[[Any, Mesh, TraceSizes], tuple[Callable, tuple]] | None = None
+    text: str | None = None
 
 
 FAMILIES: dict[str, Family] = {}

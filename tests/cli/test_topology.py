@@ -1,5 +1,6 @@
 """Compiling ahead of time for TPUs that are not there."""
 
+import dataclasses
 import json
 import math
 
@@ -15,13 +16,11 @@ TINY = zoo.decoder.Config(vocab=512, embed=256, layers=2, heads=8, kv_heads=2, h
 @pytest.fixture(scope="module", autouse=True)
 def tiny_preset():
     """A preset that compiles quickly, under a family of its own so that the zoo's list stays as it is."""
-    from shardzoo.cli import topology
-    from shardzoo.zoo.families import FAMILIES, Family
+    from shardzoo.zoo.families import FAMILIES
 
-    FAMILIES["tiny"] = Family("tiny", zoo.decoder.Config, zoo.decoder.declare, {"x": TINY})
-    topology.FORWARDS["tiny"] = topology.decoder_forward
+    FAMILIES["tiny"] = dataclasses.replace(FAMILIES["decoder"], name="tiny", presets={"x": TINY})
     yield
-    del FAMILIES["tiny"], topology.FORWARDS["tiny"]
+    del FAMILIES["tiny"]
 
 
 def test_figures_of_each_mesh():
@@ -71,6 +70,14 @@ def test_a_user_s_process_sees_nothing_of_the_library():
     words = ("--mesh", "context=4", "--topology", "v5e:2x2", "--tokens", 64)
     ended = run("audit", "decoder/smollm2-135m", *words)
     assert ended.status == 0 and ended.err == "", ended.err
+
+
+def test_a_family_without_a_forward_pass_is_refused_by_name(monkeypatch):
+    from shardzoo.zoo.families import FAMILIES
+
+    monkeypatch.setitem(FAMILIES, "tiny", dataclasses.replace(FAMILIES["tiny"], trace=None))
+    ended = invoke("audit", "tiny/x", "--mesh", "tensor=4", "--topology", "v5e:2x2")
+    assert ended.status == 1 and "family='tiny' cannot be compiled ahead of time: decoder" in ended.err
 
 
 def test_without_libtpu_it_is_named(monkeypatch):
