@@ -80,12 +80,15 @@ def attention(
     segment_ids: Int[Array, "batch seq"] | None = None,
     key_mask: Bool[Array, "batch seq"] | None = None,
     bias: Float[Array, "one heads all_q all_kv"] | None = None,
+    distance_bias: Float[Array, "heads distances"] | None = None,
 ) -> Float[Array, "batch seq heads head_dim"]:
     """Self-attention of a sequence that is split over `context`.
 
     `lengths` are valid lengths of the whole sequence; `segment_ids` are split like it, and so is `key_mask`, which
     hides keys from all queries but no query, and stands in place of `segment_ids`; `bias` is whole in both lengths and
-    holds this device's heads. Rows beyond `lengths` come out as zeros. float32 inside.
+    holds this device's heads. `distance_bias` is a bias that depends on the distance from query to key alone, in place
+    of `bias`: entry d + all_seq - 1 is that of keys d places after the query. It is spread over queries and keys here,
+    for the heads or the queries that this device works on. Rows beyond `lengths` come out as zeros. float32 inside.
 
     Collectives: "ulysses" three all-to-all (q; k and v; output); "gather" one all-gather (k and v); each one more
     all-gather for `segment_ids` or `key_mask`.
@@ -98,11 +101,14 @@ def attention(
         kv_ids = lax.all_gather(kv_ids, CONTEXT, axis=SEQ, tiled=True)
     if plan.kind == "gather":
         q_ids = segment_ids if key_mask is None else jnp.zeros_like(key_mask, jnp.int32)
+        bias = _distances_here(distance_bias, q.shape[SEQ]) if bias is None else _mine(bias, q.shape[SEQ], axis=2)
         return _gathered(q, kv, lengths, q_ids, kv_ids, bias, options)
     if plan.kind == "ulysses":
         kv = kv if plan.kv_index is None else kv[:, :, :, np.asarray(plan.kv_index)]
         q, kv = split_heads(q), split_heads(kv, heads_dim=3)
         bias = None if bias is None else _mine(bias, q.shape[HEADS], axis=1)
+        distance_bias = None if distance_bias is None else _mine(distance_bias, q.shape[HEADS], axis=0)
+    bias = bias if distance_bias is None else by_distance(distance_bias, q.shape[SEQ])
     q_ids = kv_ids if key_mask is None or kv_ids is None else jnp.zeros_like(kv_ids)
     out = flash_attention(
         q, kv[:, :, 0], kv[:, :, 1], q_offset=0, q_lengths=lengths, kv_lengths=lengths,
@@ -115,13 +121,34 @@ def _mine(x: Array, size: int, axis: int) -> Array:
     return lax.dynamic_slice_in_dim(x, lax.axis_index(CONTEXT) * size, size, axis)
 
 
+def by_distance(values: Float[Array, "heads distances"], queries: int) -> Float[Array, "one heads queries keys"]:
+    """The bias of this many queries and as many keys as the distances reach.
+
+    Entry (i, j) is values[queries - 1 - i + j]. The rows of such a matrix are one sequence, shifted by one from row to
+    row: copies of it with one entry more, read with rows of the old length. No gather, and no scatter in the backward
+    pass; twice the result in memory.
+    """
+    heads, distances = values.shape
+    copies = jnp.broadcast_to(jnp.pad(values, ((0, 0), (0, 1)))[:, None], (heads, queries, distances + 1))
+    shifted = copies.reshape(heads, -1)[:, : queries * distances].reshape(heads, queries, distances)
+    return shifted[None, :, :, queries - 1 :]
+
+
+def _distances_here(values: Float[Array, "heads distances"] | None, seq: int) -> Array | None:
+    """The bias of this device's queries, of which there are `seq`, to all keys."""
+    if values is None:
+        return None
+    keys = (values.shape[1] + 1) // 2
+    first = keys - seq * (lax.axis_index(CONTEXT) + 1)
+    return by_distance(lax.dynamic_slice_in_dim(values, first, seq + keys - 1, axis=1), seq)
+
+
 def _gathered(q, kv, lengths, q_ids, kv_ids, bias, options) -> Array:
     """This device's queries against all keys, at their own positions."""
     seq = q.shape[SEQ]
     start = lax.axis_index(CONTEXT) * seq
     kv = lax.all_gather(kv, CONTEXT, axis=SEQ, tiled=True)
     q_lengths = None if lengths is None else jnp.clip(lengths - start, 0, seq)
-    bias = None if bias is None else _mine(bias, seq, axis=2)
     return flash_attention(
         q, kv[:, :, 0], kv[:, :, 1], q_offset=start, q_lengths=q_lengths, kv_lengths=lengths,
         q_segment_ids=q_ids, kv_segment_ids=kv_ids, bias=bias, **options,

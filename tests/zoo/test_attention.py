@@ -125,6 +125,22 @@ def test_bias():
     check((), meshes, call, reference, [q, kv, bias], [Q_SPEC, P("data", CONTEXT, None, TP), P(None, TP)], Q_SPEC)
 
 
+def test_distance_bias():
+    """A bias by distance is the same as that bias written out, for all exchanges, with the same gradient."""
+    q, kv = inputs(8, 8)
+    values = rng.normal(size=(8, 2 * S - 1)).astype(np.float32)
+    distances = np.arange(S) - np.arange(S)[:, None]
+
+    def call(_, q, kv, values):
+        return attention(q, kv, distance_bias=values)
+
+    def reference(_, q, kv, values):
+        return softmax_attention(q, kv, bias=values[None, :, distances + S - 1])
+
+    meshes = [make_mesh(**d) for d in (dict(), dict(tensor=2, context=2), dict(context=3), dict(context=4, tensor=2))]
+    check((), meshes, call, reference, [q, kv, values], [Q_SPEC, P("data", CONTEXT, None, TP), P(TP)], Q_SPEC)
+
+
 def test_cross_attention():
     q, _ = inputs(8, 2)
     kv = rng.normal(size=(B, 7, 2, 2, D)).astype(np.float32)
