@@ -105,16 +105,19 @@ class SplitInputLinear(eqx.Module):
     """y = psum(W x) + b for an x that is whole: each device takes its slice of x, as its split of W's inputs demands.
 
     For wide projections of a small input (modulation): the weight is split, and only the output is reduced.
-    `y[B, S, *out] = psum_TP(x[B, S, in_TP] . W[*out, in_TP]) + b[*out]`
+    `y[B, S, *out] = psum_TP(x[B, S, in_TP] . W[*out, in_TP]) + b[*out]`; with the "seq" residual a reduce-scatter along
+    seq in place of the psum.
     """
 
     weight: Float[Leaf, "*out in"]
     bias: Float[Leaf, "*out"] | None = None
 
-    def __call__(self, x: Float[Array, "batch seq whole_in"]) -> Float[Array, "batch seq *out"]:
+    def __call__(
+        self, x: Float[Array, "batch seq whole_in"], residual: Residual = "whole"
+    ) -> Float[Array, "batch part_seq *out"]:
         size = self.weight.shape[-1]
         mine = lax.dynamic_slice_in_dim(x, lax.axis_index(TP) * size, size, axis=-1)
-        y = lax.psum(contract(mine, self.weight), TP)
+        y = reduce_residual(contract(mine, self.weight), residual)
         return y if self.bias is None else y + self.bias.astype(x.dtype)
 
 

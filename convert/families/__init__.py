@@ -82,7 +82,7 @@ class FamilyRules:
         return find_family(self.family).declare(config)
 
 
-FAMILIES = {"decoder": "shardzoo.convert.families.decoder"}
+FAMILIES = {"decoder": "shardzoo.convert.families.decoder", "wan": "shardzoo.convert.families.wan"}
 
 
 @functools.cache
