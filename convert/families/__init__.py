@@ -82,7 +82,11 @@ class FamilyRules:
         return find_family(self.family).declare(config)
 
 
-FAMILIES = {"decoder": "shardzoo.convert.families.decoder", "wan": "shardzoo.convert.families.wan"}
+FAMILIES = {
+    "decoder": "shardzoo.convert.families.decoder",
+    "wan": "shardzoo.convert.families.wan",
+    "t5": "shardzoo.convert.families.t5",
+}
 
 
 @functools.cache

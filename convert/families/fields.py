@@ -1,0 +1,25 @@
+"""Checks of the fields of a config.json that families share."""
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+
+def malformed(source: Mapping[str, Any], *, whole: Iterable[str] = (), numbers: Iterable[str] = ()) -> list[str]:
+    """What is wrong with the fields named, where they are there and not null.
+
+    Args:
+        source: the parsed config.
+        whole: fields that hold whole numbers of at least 1.
+        numbers: fields that hold finite numbers.
+    """
+    problems = [
+        f"{name}={source[name]!r} is not a whole number of at least 1"
+        for name in whole
+        if source.get(name) is not None and not (type(source[name]) is int and source[name] >= 1)
+    ]
+    return problems + [
+        f"{name}={source[name]!r} is not a number"
+        for name in numbers
+        if source.get(name) is not None and not (type(source[name]) in (int, float) and math.isfinite(source[name]))
+    ]
