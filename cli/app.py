@@ -255,7 +255,10 @@ def export(
     overwrite: Overwrite = False,
     json: Json = False,
 ) -> None:
-    """Write a checkpoint back as PyTorch files: bit for bit what came in, if it was not cast."""
+    """Write a checkpoint back as PyTorch files: bit for bit what came in, if it was not cast.
+
+    With --layout the same values under the names of another published layout of the family, with its config.json.
+    """
     _commands().export(
         checkpoint, destination, layout=layout, memory_budget=memory_budget, overwrite=overwrite, json=json
     )

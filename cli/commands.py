@@ -28,9 +28,7 @@ def convert(source: str, destination: Path, *, dry_run: bool, json: bool, **opti
 
     with progress_bar("checking" if dry_run else "converting") as progress:
         report = conversion.convert(source, destination, dry_run=dry_run, progress=progress, **options)
-    if not json:
-        for remark in report.notes:
-            note(f"note: {remark}")
+    _note_all(report, json)
     _say_report(report, reports.conversion_lines, json)
 
 
@@ -52,7 +50,13 @@ def export(checkpoint: Path, destination: Path, *, json: bool, **options: Any) -
 
     with progress_bar("exporting") as progress:
         report = exporting.export(checkpoint, destination, progress=progress, **options)
+    _note_all(report, json)
     _say_report(report, reports.export_lines, json)
+
+
+def _note_all(report: Any, json: bool) -> None:
+    for remark in () if json else report.notes:
+        note(f"note: {remark}")
 
 
 def _say_report(report: Any, lines: Callable[[Any], Iterable[str]], json: bool) -> None:

@@ -17,6 +17,8 @@ from shardzoo.errors import fail_if
 
 _NAMES = {dtype: name for name, (dtype, _) in DTYPES.items()}
 _PACKED = _NAMES[DTYPES["F4"][0]]
+# Path of a leaf, and which of its values ("at") are which of a tensor's ("take").
+Placed = tuple[str, Mapping[str, Any]]
 _ALIGN = 8  # tensors of a new file begin at multiples of this
 
 
@@ -69,7 +71,9 @@ class OutFile:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Tensor:
+class Tensor:
+    """What stands of a tensor in a file's header."""
+
     dtype: np.dtype
     shape: tuple[int, ...]
 
@@ -102,7 +106,7 @@ def files_of(checkpoint: Checkpoint) -> list[OutFile]:
     return made
 
 
-def _why_new(source: Source, dtypes: Mapping[str, str], tensors: Mapping[str, _Tensor]) -> str | None:
+def _why_new(source: Source, dtypes: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str | None:
     """Why a file cannot have the header of the one it came from, or None."""
     if source.kind != "safetensors":
         return f"it came from a PyTorch file ({source.kind})"
@@ -123,56 +127,67 @@ def cast_of(checkpoint: Checkpoint) -> str | None:
     return ", ".join(sorted(found)) or None
 
 
-def _pieces_by_key(checkpoint: Checkpoint) -> dict[str, list[tuple[str, Mapping[str, Any]]]]:
-    found: dict[str, list[tuple[str, Mapping[str, Any]]]] = {}
+def _pieces_by_key(checkpoint: Checkpoint) -> dict[str, list[Placed]]:
+    found: dict[str, list[Placed]] = {}
     for path, leaf in checkpoint.manifest.all_leaves().items():
         for record in leaf.provenance:
             found.setdefault(record["key"], []).append((path, record | {"stored": leaf.spec.dtype.name}))
     return found
 
 
-def _tensor(entry: list[Any], pieces: list[tuple[str, Mapping[str, Any]]]) -> _Tensor:
+def _tensor(entry: list[Any], pieces: list[Placed]) -> Tensor:
     """A tensor in the dtype in which it is stored: a model restored in another one may have been saved since."""
     _, record = pieces[0]
-    return _Tensor(dtype_of(record["stored"]), tuple(entry[2]))
+    return Tensor(dtype_of(record["stored"]), tuple(entry[2]))
 
 
 def _out_file(
     source: Source,
-    tensors: Mapping[str, _Tensor],
+    tensors: Mapping[str, Tensor],
     why_new: str | None,
-    pieces: Mapping[str, list[tuple[str, Mapping[str, Any]]]],
+    pieces: Mapping[str, list[Placed]],
     aliases: Mapping[str, str],
 ) -> OutFile:
-    if why_new is None and source.header is not None:
-        text = source.header.encode()
-        entries = json.loads(text)
-        begins = {key: entries[key]["data_offsets"][0] for key in tensors}
-        name = source.name
-    else:
-        text, begins = _new_header(tensors)
-        name = _safetensors_name(source.name)
-    start = 8 + len(text)
+    placed = {key: pieces[aliases.get(key, key)] for key in tensors}
+    if why_new is not None or source.header is None:
+        return new_file(_safetensors_name(source.name), tensors, placed, why_new or "its header is not known")
+    entries = json.loads(source.header)
+    begins = {key: entries[key]["data_offsets"][0] for key in tensors}
+    file = _lay_out(source.name, source.header.encode(), begins, tensors, placed)
+    why_changed = None if source.sha256 else "its values were saved from a running model"
+    return dataclasses.replace(file, sha256=source.sha256, why_changed=why_changed, as_it_came=True)
+
+
+def new_file(name: str, tensors: Mapping[str, Tensor], pieces: Mapping[str, list[Placed]], why_changed: str) -> OutFile:
+    """A file of these tensors with a header of its own; `pieces` are the blocks that make up each of them."""
+    text, begins = _new_header(tensors)
+    return dataclasses.replace(_lay_out(name, text, begins, tensors, pieces), why_changed=why_changed)
+
+
+def _lay_out(
+    name: str,
+    header: bytes,
+    begins: Mapping[str, int],
+    tensors: Mapping[str, Tensor],
+    pieces: Mapping[str, list[Placed]],
+) -> OutFile:
+    start = 8 + len(header)
     nbytes = sum(tensor.nbytes for tensor in tensors.values())
     order = sorted(tensors, key=lambda key: begins[key])
     return OutFile(
         name=name,
-        header=len(text).to_bytes(8, "little") + text,
+        header=len(header).to_bytes(8, "little") + header,
         size=start + nbytes,
-        pieces=tuple(
-            piece
-            for key in order
-            for piece in _out_pieces(tensors[key], pieces[aliases.get(key, key)], start + begins[key])
-        ),
+        pieces=tuple(p for key in order for p in _out_pieces(tensors[key], pieces[key], start + begins[key])),
         keys=tuple(tensors),
         nbytes=nbytes,
-        sha256=source.sha256 if why_new is None else None,
-        why_changed=why_new or (None if source.sha256 else "its values were saved from a running model"),
-        as_it_came=why_new is None,
+        sha256=None,
+        why_changed=None,
+        as_it_came=False,
     )
 
 
-def _out_pieces(tensor: _Tensor, pieces: list[tuple[str, Mapping[str, Any]]], offset: int) -> list[OutPiece]:
+def _out_pieces(tensor: Tensor, pieces: list[Placed], offset: int) -> list[OutPiece]:
     """The blocks of one tensor, in the order of its rows."""
     item = tensor.dtype.itemsize
     strides = [math.prod(tensor.shape[dim + 1 :]) * item for dim in range(len(tensor.shape))]
@@ -194,7 +209,7 @@ def _out_pieces(tensor: _Tensor, pieces: list[tuple[str, Mapping[str, Any]]], of
     return made
 
 
-def _new_header(tensors: Mapping[str, _Tensor]) -> tuple[bytes, dict[str, int]]:
+def _new_header(tensors: Mapping[str, Tensor]) -> tuple[bytes, dict[str, int]]:
     """The JSON of a header for these tensors in this order, padded, and where each tensor begins behind it."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     begins, at = {}, 0

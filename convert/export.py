@@ -29,7 +29,9 @@ from shardzoo.checkpoints.journal import Journal
 from shardzoo.checkpoints.store import storage_error, sync_folder, write_file
 from shardzoo.convert.backwards import OutFile, OutPiece, cast_of, files_of, index_of
 from shardzoo.convert.convert import BUDGET
+from shardzoo.convert.families import FAMILIES, FamilyRules, Layout, rules_of
 from shardzoo.convert.memory import few_arenas, peak_memory
+from shardzoo.convert.relayout import Relayout, relayout
 from shardzoo.convert.replacing import locked, replacing
 from shardzoo.convert.stopping import Interrupt, Stopped, held_back
 from shardzoo.convert.stream import FileDigest
@@ -55,6 +57,7 @@ class Report:
         files: every file written -> SHA-256.
         identical: weight files that have the SHA-256 of the file they came from.
         changed: weight files that do not, and why.
+        notes: remarks for the user.
         bytes_written: of all files.
         bytes_resumed: of those, what an earlier interrupted run had written.
         seconds, peak_memory: time taken; most bytes resident in this process so far.
@@ -66,6 +69,7 @@ class Report:
     files: dict[str, str]
     identical: tuple[str, ...]
     changed: dict[str, str]
+    notes: tuple[str, ...]
     bytes_written: int
     bytes_resumed: int
     seconds: float
@@ -87,48 +91,51 @@ def export(
     """Writes the folder that a checkpoint was converted from: weights, index, config and tokenizer files.
 
     Safetensors files come back byte for byte, their headers included, and are held against the SHA-256 that they had;
-    tensors of PyTorch files come back in safetensors files with the same keys, shapes, dtypes and bits. Stopped at any
+    tensors of PyTorch files come back in safetensors files with the same keys, shapes, dtypes and bits. In another
+    layout of the family the same values come under its names, packed its way, beside its config.json. Stopped at any
     point it leaves nothing at `dst`; run again it carries on.
 
     Args:
         ckpt: the checkpoint.
         dst: the folder to write.
-        layout: "transformers", ...; by default, and so far only, the one it was converted from.
+        layout: "transformers", "diffusers", ...; by default the one it was converted from.
         overwrite: replace a folder of weights at `dst` once the new one is whole.
         memory_budget: bytes of values in flight (default 96 MiB).
         progress: told of each block.
 
     Raises:
-        InputError: a checkpoint that was not converted or is damaged; a layout it cannot be written in; a destination
-            that exists, is full or not writable; a file that does not come out as it went in.
+        InputError: a damaged checkpoint; a layout it cannot be written in, or none named for one that was not
+            converted; a destination that exists, is full or not writable; a file that does not come out as it went in.
     """
     began = time.perf_counter()
     checkpoint = ckpt if isinstance(ckpt, Checkpoint) else open_checkpoint(ckpt)
-    name = _layout(checkpoint, layout)
+    other = _other_layout(checkpoint, layout)
     budget = BUDGET if memory_budget is None else memory_budget
     if budget < COPIES * LEAST_BLOCK:
         raise InputError(
             f"memory_budget={budget} is below the {COPIES * LEAST_BLOCK} bytes that a block needs: raise it"
         )
     few_arenas()
-    files = files_of(checkpoint)
+    made = Relayout(files=files_of(checkpoint), notes=()) if other is None else relayout(checkpoint, *other)
+    files = made.files
     target = Path(os.path.abspath(dst))
     with contextlib.ExitStack() as stack:
         interrupt = stack.enter_context(held_back())
         place = stack.enter_context(replacing(target, _is_export)) if overwrite else target
-        staging = stack.enter_context(_Staging(place, checkpoint, sum(file.size for file in files)))
+        staging = stack.enter_context(_Staging(place, checkpoint, layout, sum(file.size for file in files)))
         work = _Work(checkpoint, staging, files, budget, progress, interrupt)
         digests = work.run()
         _check_digests(files, digests)
-        small = _small_files(checkpoint, files)
+        small = _small_files(checkpoint, files, other)
         staging.publish(small)
     return Report(
         checkpoint=str(checkpoint.path),
         destination=str(dst),
-        layout=name,
+        layout=other[1].name if other else checkpoint.manifest.header.detail["layout"],
         files=digests | {name: hashlib.sha256(data).hexdigest() for name, data in small.items()},
         identical=tuple(file.name for file in files if file.sha256 is not None),
         changed={file.name: file.why_changed for file in files if file.why_changed},
+        notes=made.notes,
         bytes_written=sum(file.size for file in files) + sum(map(len, small.values())),
         bytes_resumed=work.resumed,
         seconds=time.perf_counter() - began,
@@ -136,19 +143,29 @@ def export(
     )
 
 
-def _layout(checkpoint: Checkpoint, layout: str | None) -> str:
-    came = checkpoint.manifest.header.detail.get("layout")
-    if came is None:
+def _other_layout(checkpoint: Checkpoint, layout: str | None) -> tuple[FamilyRules, Layout] | None:
+    """The layout to write, with its family's rules; None for the one that the checkpoint came in."""
+    header = checkpoint.manifest.header
+    came = header.detail.get("layout")
+    rules = rules_of(header.family) if header.family in FAMILIES else None
+    known = {one.name: one for one in rules.layouts} if rules else {}
+    if came is None and layout is None:
         raise InputError(
-            f"{checkpoint.path}: was saved from a running model, so it has no PyTorch files to go back to:"
-            " export a checkpoint that was converted"
+            f"{checkpoint.path}: was saved from a running model, so it has no PyTorch files to go back to: name the"
+            f" layout to write by layout= (--layout){_choices(known)}"
         )
-    if layout not in (None, came, came.split(",")[0]):
+    if layout in (None, came):
+        return None
+    if rules is None or layout not in known:
         raise InputError(
-            f"layout={layout!r}: this checkpoint came in layout {came!r}, which is the one it can be written in:"
-            " leave layout out"
+            f"layout={layout!r} is not one of family {header.family}{_choices(known)}: leave layout out to get the one"
+            " it came in"
         )
-    return came
+    return rules, known[layout]
+
+
+def _choices(known: Mapping[str, Layout]) -> str:
+    return f" (there are {', '.join(map(repr, known))})" if known else " (there are none)"
 
 
 def _is_export(path: Path) -> bool:
@@ -166,18 +183,27 @@ def _check_digests(files: list[OutFile], digests: Mapping[str, str]) -> None:
     )
 
 
-def _small_files(checkpoint: Checkpoint, files: list[OutFile]) -> dict[str, bytes]:
-    """Config, tokenizer and index files: as they came, but for what names files or dtypes that have changed."""
-    header = checkpoint.manifest.header
-    index_name = header.detail["index"]
+def _small_files(
+    checkpoint: Checkpoint, files: list[OutFile], other: tuple[FamilyRules, Layout] | None
+) -> dict[str, bytes]:
+    """Config, tokenizer and index files: as they came, but for what names files, dtypes or sizes in another way."""
+    index_name = checkpoint.manifest.header.detail.get("index")
     exact = all(file.as_it_came for file in files)
     small = {name: path.read_bytes() for name, path in checkpoint.assets.items() if name != index_name or exact}
-    if index_name is not None and not exact:
-        small["model.safetensors.index.json"] = index_of(files)
+    if (index_name is not None and not exact) if other is None else len(files) > 1:
+        small[f"{other[1].stem if other else 'model'}.safetensors.index.json"] = index_of(files)
+    if other is not None and other[0].write_config is not None:
+        small.pop("config.json", None)
+        config = other[0].write_config(checkpoint.config, other[1].name)
+        return small if config is None else small | {"config.json": _json(config)}
     cast = cast_of(checkpoint)
     if cast and "config.json" in small:
         small["config.json"] = _with_dtype(small["config.json"], cast)
     return small
+
+
+def _json(content: Mapping[str, Any]) -> bytes:
+    return (json.dumps(content, indent=2) + "\n").encode()
 
 
 def _with_dtype(config: bytes, dtype: str) -> bytes:
@@ -185,7 +211,7 @@ def _with_dtype(config: bytes, dtype: str) -> bytes:
     for name in ("torch_dtype", "dtype"):
         if name in content:
             content[name] = dtype
-    return (json.dumps(content, indent=2) + "\n").encode()
+    return _json(content)
 
 
 class _Staging:
@@ -196,12 +222,12 @@ class _Staging:
         finished: weight files that an earlier run of the same checkpoint wrote whole -> SHA-256.
     """
 
-    def __init__(self, dst: Path, checkpoint: Checkpoint, nbytes: int):
+    def __init__(self, dst: Path, checkpoint: Checkpoint, layout: str | None, nbytes: int):
         self.dst = dst
         self.files = dst.with_name(dst.name + SUFFIX) / FILES
         self.finished: dict[str, str] = {}
         self._root = self.files.parent
-        self._identity = hashlib.sha256(checkpoint.manifest.encode()).hexdigest()
+        self._identity = hashlib.sha256(checkpoint.manifest.encode() + (layout or "").encode()).hexdigest()
         self._nbytes = nbytes
         self._lock = threading.Lock()
         self._held = contextlib.ExitStack()

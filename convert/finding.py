@@ -49,9 +49,8 @@ def find_family(
     given = source.config if config is None else read_config(Path(config))[1]
     rules = _named(family) if family is not None else None if given is None else _by_config(source, given)
     if config is None and given is not None and (other := _other_model(source, given, rules)):
-        source.set_config_aside(
-            f"config.json beside the weights is of {_kinds(given)}, they are of family {other.family}"
-        )
+        said = " and ".join(map(repr, _kinds(given)))
+        source.set_config_aside(f"config.json beside the weights is of {said}: not read for family {other.family}")
         return other, {}
     rules = rules or _by_keys(source)
     if given is None and not (rules and rules.config_optional):
