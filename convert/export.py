@@ -31,7 +31,7 @@ from shardzoo.convert.backwards import OutFile, OutPiece, cast_of, files_of, ind
 from shardzoo.convert.convert import BUDGET
 from shardzoo.convert.families import FAMILIES, FamilyRules, Layout, rules_of
 from shardzoo.convert.memory import few_arenas, peak_memory
-from shardzoo.convert.relayout import Relayout, relayout
+from shardzoo.convert.relayout import Relayout, misfits, relayout
 from shardzoo.convert.replacing import locked, replacing
 from shardzoo.convert.stopping import Interrupt, Stopped, held_back
 from shardzoo.convert.stream import FileDigest
@@ -156,12 +156,15 @@ def _other_layout(checkpoint: Checkpoint, layout: str | None) -> tuple[FamilyRul
         )
     if layout in (None, came):
         return None
-    if rules is None or layout not in known:
+    meant = [one for name, one in known.items() if layout in (name, name.split(",")[0])]
+    if rules is None or not meant:
         raise InputError(
             f"layout={layout!r} is not one of family {header.family}{_choices(known)}: leave layout out to get the one"
             " it came in"
         )
-    return rules, known[layout]
+    # Names before a comma stand for several layouts, which are of models of different sizes.
+    chosen = next((one for one in meant if not misfits(checkpoint, rules, one)), meant[0])
+    return None if chosen.name == came else (rules, chosen)
 
 
 def _choices(known: Mapping[str, Layout]) -> str:

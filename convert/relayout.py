@@ -11,7 +11,7 @@ from shardzoo.convert.backwards import OutFile, Placed, Tensor, new_file
 from shardzoo.convert.families import FamilyRules, Layout
 from shardzoo.convert.rules import Piece, expand, expected, gaps, volume
 from shardzoo.errors import fail_if
-from shardzoo.zoo.layout import named
+from shardzoo.zoo.layout import Param, named
 
 SHARD_BYTES = 5_000_000_000  # of tensors in one file, as the libraries of PyTorch's world cut them
 
@@ -30,23 +30,38 @@ def relayout(checkpoint: Checkpoint, rules: FamilyRules, layout: Layout) -> Rela
     Raises:
         InputError: leaves and tensors that the layout has no place for, all by name.
     """
+    fail_if(misfits(checkpoint, rules, layout), f"{checkpoint.path}: cannot be written in layout {layout.name!r}")
     params = named(checkpoint.declared)
-    pieces = expand(rules.rules_in(layout), params, layout.roots)
-    shapes = {key: want.shape for key, want in expected(rules.rules_in(layout), params, layout.roots).items()}
-    by_key: dict[str, list[Piece]] = {key: [] for key in shapes}
-    for piece in pieces:
-        by_key[piece.source].append(piece)
-    dtypes = {key: sorted({params[p.target].dtype.name for p in found}) for key, found in by_key.items()}
-    housed = {piece.target for piece in pieces}
-    problems = [f"{path}: has no place in it" for path in params if path not in housed]
-    problems += gaps(pieces, {path: param for path, param in params.items() if path in housed})
-    problems += _lacking(shapes, by_key, dtypes)
-    fail_if(problems, f"{checkpoint.path}: cannot be written in layout {layout.name!r}")
+    shapes, by_key = _tensors(params, rules, layout)
     tensors = {key: Tensor(params[found[0].target].dtype, shapes[key]) for key, found in by_key.items()}
     placed: dict[str, list[Placed]] = {key: [_placed(piece) for piece in found] for key, found in by_key.items()}
     notes = _add_parts(checkpoint, rules, layout, tensors, placed)
     order = sorted(tensors, key=_natural)
     return Relayout(files=list(_files(checkpoint, layout, {key: tensors[key] for key in order}, placed)), notes=notes)
+
+
+def misfits(checkpoint: Checkpoint, rules: FamilyRules, layout: Layout) -> list[str]:
+    """Leaves that the layout has no place for, and its tensors that the leaves do not make up."""
+    params = named(checkpoint.declared)
+    shapes, by_key = _tensors(params, rules, layout)
+    pieces = [piece for found in by_key.values() for piece in found]
+    housed = {piece.target for piece in pieces}
+    problems = [f"{path}: has no place in it" for path in params if path not in housed]
+    problems += gaps(pieces, {path: param for path, param in params.items() if path in housed})
+    dtypes = {key: sorted({params[p.target].dtype.name for p in found}) for key, found in by_key.items()}
+    return problems + list(_lacking(shapes, by_key, dtypes))
+
+
+def _tensors(
+    params: Mapping[str, Param], rules: FamilyRules, layout: Layout
+) -> tuple[dict[str, tuple[int, ...]], dict[str, list[Piece]]]:
+    """The layout's tensors of a model of these parameters: their shapes, and the pieces that make up each."""
+    kind = rules.rules_in(layout)
+    shapes = {key: want.shape for key, want in expected(kind, params, layout.roots).items()}
+    by_key: dict[str, list[Piece]] = {key: [] for key in shapes}
+    for piece in expand(kind, params, layout.roots):
+        by_key[piece.source].append(piece)
+    return shapes, by_key
 
 
 def _lacking(
