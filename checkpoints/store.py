@@ -1,6 +1,7 @@
-"""Reading and writing the values of leaves with TensorStore, within a budget of bytes in flight."""
+"""Reading the values of leaves with TensorStore, and writing them within a budget of bytes in flight."""
 
 import collections
+import concurrent.futures
 import dataclasses as dc
 import errno
 import math
@@ -16,14 +17,16 @@ from jaxtyping import Shaped
 from shardzoo.checkpoints import sums
 from shardzoo.checkpoints.grid import Block, Grid, LeafSpec
 from shardzoo.checkpoints.orbax_layout import zarr_bytes, zarr_metadata
+from shardzoo.checkpoints.shard_file import write_shard
 from shardzoo.errors import InputError
 
-IN_FLIGHT = 32  # system calls on files at a time
+IN_FLIGHT = 32  # system calls on files read at a time
+WRITERS = 8  # files written at a time: waiting for the device costs no processor
 FULL = (errno.ENOSPC, errno.EDQUOT)  # the disk is full, or this user's share of it
 
 
-def context(*, sync: bool = True) -> ts.Context:
-    """TensorStore resources of one job: bounded concurrency, no cache; `sync` flushes each file to the device.
+def context() -> ts.Context:
+    """TensorStore resources of one reading job: bounded concurrency, no cache.
 
     Files are read by system calls: mapped, they cost half the CPU time, but the kernel's read-ahead takes 7.8 times the
     bytes of a shard whose chunks lie apart, and a file cut short under the reader ends the process.
@@ -32,7 +35,6 @@ def context(*, sync: bool = True) -> ts.Context:
         {
             "file_io_concurrency": {"limit": IN_FLIGHT},
             "data_copy_concurrency": {"limit": max(2, os.cpu_count() or 2)},
-            "file_io_sync": sync,
             "cache_pool": {"total_bytes_limit": 0},
         }
     )
@@ -93,10 +95,9 @@ class Budget:
 
 @dc.dataclass(kw_only=True)
 class _Open:
-    """A leaf being written: its array, the commits under way, the files begun and the sum so far."""
+    """A leaf being written: the stores under way, the files begun and the sum so far."""
 
-    array: ts.TensorStore
-    commits: list = dc.field(default_factory=list)
+    stores: list[concurrent.futures.Future] = dc.field(default_factory=list)
     begun: set = dc.field(default_factory=set)
     total: sums.Sums = (0, 0)
 
@@ -111,6 +112,8 @@ class Kept:
 
 class LeafWriter:
     """Writes blocks of whole files below `root`, several at a time, and sums what it writes.
+
+    A file is written under its own name: whoever lists what is stored does so after `stored` was told.
 
     Args:
         kept: what an earlier run stored, by path.
@@ -133,8 +136,9 @@ class LeafWriter:
         self.root = root
         self.placed = placed
         self._budget = Budget(budget)
-        self._context = context(sync=sync)
         self._sync = sync
+        self._threads = concurrent.futures.ThreadPoolExecutor(WRITERS, "store")
+        self._encoding = threading.Semaphore(max(2, os.cpu_count() or 2))
         self._open: dict[str, _Open] = {}
         self._lock = threading.Lock()
         self.kept = dict(kept or {})
@@ -152,8 +156,7 @@ class LeafWriter:
         except OSError as error:
             raise storage_error(path, error, self.root) from error
         kept = self.kept.get(path, Kept())
-        array = open_array(self.root / folder, spec, grid, self._context)
-        self._open[path] = _Open(array=array, begun=set(kept.files), total=kept.total)
+        self._open[path] = _Open(begun=set(kept.files), total=kept.total)
 
     def has(self, path: str, at: Block) -> bool:
         """Whether an earlier run stored this block."""
@@ -181,25 +184,53 @@ class LeafWriter:
             )
         self._raise_failure()
         state = self._begin_block(path, at)
-        total = sums.of_block(values, tuple(s.start for s in at), spec.shape)
-        cost = self._budget.take(2 * values.nbytes)  # the values, and the encoded file
+        cost = self._budget.take(values.nbytes)
+        with self._lock:
+            state.stores.append(self._threads.submit(self._store, path, at, values, state, cost, done))
+        self.tell_stored()
 
-        def committed(commit: ts.Future) -> None:
-            error = commit.exception()
-            if error is None:
-                self._stored.append((path, at, total))
-            elif isinstance(error, Exception):
-                self._failure = (path, error)
+    def _store(
+        self,
+        path: str,
+        at: Block,
+        values: Shaped[np.ndarray, "..."],
+        state: _Open,
+        cost: int,
+        done: Callable[[], None] | None,
+    ) -> None:
+        """Writes the files of one block; what fails is kept for the next `write` and raised by `finish`."""
+        _, _, grid = self.placed[path]
+        total = (0, 0)
+        try:
+            for index in sorted(files_of(at, grid)):
+                part = grid.block(index)
+                inside = tuple(slice(p.start - s.start, p.stop - s.start) for p, s in zip(part, at, strict=True))
+                total = sums.add(total, self._write_shard(path, index, values[(*inside, ...)]))
+        except Exception as error:
+            self._failure = (path, error)
+            raise
+        finally:
             self._budget.give(cost)
             if done is not None:
                 done()
-
         with self._lock:
-            commit = state.array[at].write(values, can_reference_source_data_indefinitely=True).commit
-            state.commits.append(commit)
             state.total = sums.add(state.total, total)
-        commit.add_done_callback(committed)
-        self.tell_stored()
+        self._stored.append((path, at, total))
+
+    def _write_shard(self, path: str, index: tuple[int, ...], values: Shaped[np.ndarray, "..."]) -> sums.Sums:
+        folder, spec, grid = self.placed[path]
+        file = self.root / folder / grid.file(index)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        try:
+            with self._encoding:
+                start = tuple(s.start for s in grid.block(index))
+                total = write_shard(handle, values, grid, start, spec.shape)
+            if self._sync:
+                os.fsync(handle)
+        finally:
+            os.close(handle)
+        return total
 
     def _begin_block(self, path: str, at: Block) -> _Open:
         with self._lock:
@@ -210,7 +241,6 @@ class LeafWriter:
             if files & state.begun:
                 raise ValueError(f"{path}: block {at} was written before: write each file once")
             state.begun |= files
-            state.commits = [commit for commit in state.commits if not commit.done() or commit.exception()]
             return state
 
     def _raise_failure(self) -> None:
@@ -237,9 +267,9 @@ class LeafWriter:
                 self.begin(path)
             state = self._open[path]
         try:
-            for commit in state.commits:
-                commit.result()
-        except (ValueError, OSError) as error:
+            for store in state.stores:
+                store.result()
+        except OSError as error:
             raise storage_error(path, error, self.root) from error
         with self._lock:  # not before: `drain` waits for what is still open when this is interrupted
             del self._open[path]
@@ -248,9 +278,7 @@ class LeafWriter:
 
     def drain(self) -> None:
         """Waits for everything under way, whatever comes of it: nothing is written after this returns."""
-        for state in self._open.values():
-            for commit in state.commits:
-                commit.exception()
+        self._threads.shutdown()
         self._open.clear()
 
 

@@ -24,7 +24,7 @@ from shardzoo.convert.plan import Plan, check_ties, make_plan
 from shardzoo.convert.replacing import replacing
 from shardzoo.convert.source import Source, open_source, row_blocks
 from shardzoo.convert.stopping import Interrupt, held_back
-from shardzoo.convert.stream import COPIES, Stream, least_budget
+from shardzoo.convert.stream import Stream, least_budget
 from shardzoo.errors import InputError
 from shardzoo.progress import Progress
 from shardzoo.zoo.families import config_to_json
@@ -327,7 +327,7 @@ def _predict(opened: Source, plan: Plan, target: Path, budget: int, **paths: str
         bytes_resumed=0,
         bytes_on_disk=on_disk,
         seconds=sum(file.size for file in opened.files) / reading + on_disk / writing,
-        peak_memory=peak_memory() + min(budget, COPIES * plan.bytes_written),
+        peak_memory=peak_memory() + min(budget, plan.bytes_read + plan.bytes_written),
     )
 
 

@@ -28,7 +28,6 @@ from shardzoo.progress import Progress
 
 HASH_BLOCK = 1 << 20
 MOST_READERS = 4
-COPIES = 3  # of a block in flight: mapped source pages, the encoded file, and what malloc keeps of earlier ones
 
 
 class FileDigest:
@@ -87,7 +86,7 @@ def cost_of(info: TensorInfo, share: Part, itemsize: int) -> int:
     """Bytes that a share needs from its reading to its last written byte; `itemsize` is that of the leaf."""
     start, stop = share.rows if info.shape else (0, 1)
     read = (stop - start) * math.prod(info.shape[1:]) * info.dtype.itemsize
-    return read + (COPIES - 1) * volume(share.at) * itemsize
+    return read + volume(share.at) * itemsize  # the mapped pages, and a block that is cast or put together
 
 
 def least_budget(source: Source, plan: Plan, grids: Mapping[str, Grid]) -> int:

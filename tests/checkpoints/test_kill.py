@@ -80,10 +80,13 @@ def test_a_save_that_is_killed_leaves_nothing_that_looks_whole(tmp_path, count):
     with ForkServer(workers.save) as server:
         took = finish(server, path)
         path.rename(tmp_path / "whole")
-        for turn in range(2 * count):
+        for turn in range(4 * count):
             number = signal.SIGKILL if turn % 2 else signal.SIGINT
+            began = time.monotonic()
             status = interrupt(server, path, number, rng.uniform(0, took))
             kills[number] += status != 0
+            if status == 0:  # the first run, with everything cold, may have taken longer than any other
+                took = min(took, time.monotonic() - began)
             if check_not_half(path):
                 path.rename(tmp_path / f"done{turn}")
             if min(kills.values()) >= count / 2:

@@ -445,8 +445,8 @@ def test_a_budget_that_the_largest_block_passes_is_refused_with_the_bytes_it_nee
     with pytest.raises(InputError, match=r"memory_budget=10000000 is below the \d+ bytes") as error:
         convert(source, tmp_path / "ckpt", memory_budget=10_000_000, sync=False)
     least = int(str(error.value).split()[4])
-    embed = 20480 * 512 * 4
-    assert embed < least <= 3 * (32 << 20)
+    file = 20480 * 512 * 4 // 2
+    assert file < least <= 2 * (32 << 20)
     with pytest.raises(InputError, match="is below"):
         convert(source, tmp_path / "ckpt", memory_budget=least - 1, dry_run=True)
     convert(source, tmp_path / "ckpt", memory_budget=least, dry_run=True)
@@ -464,7 +464,7 @@ def test_blocks_in_flight_stay_within_the_budget(large, tmp_path, monkeypatch, s
     def counted_take(opened, piece, share):
         rows, whole, values = take(opened, piece, share)
         with lock:
-            now[0] += whole.nbytes + 2 * values.nbytes
+            now[0] += whole.nbytes + values.nbytes
             most[0] = max(most[0], now[0])
         return rows, whole, values
 

@@ -1,0 +1,106 @@
+"""Data files are byte for byte what TensorStore writes for the same metadata."""
+
+import errno
+import math
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shardzoo.checkpoints import shard_file, store, sums
+from shardzoo.checkpoints.grid import Grid, LeafSpec
+from shardzoo.checkpoints.manifest import STORED, dtype_of
+
+# shape, inner, outer: no dims; one chunk; cut at the end of both dims; uneven chunks; one of several bands
+GRIDS = [
+    ((), (), ()),
+    ((5,), (5,), (5,)),
+    ((7, 9), (2, 4), (4, 8)),
+    ((3, 130, 70), (1, 64, 16), (1, 128, 48)),
+    ((2, 600, 1100), (1, 200, 275), (1, 600, 1100)),
+]
+rng = np.random.default_rng(7)
+
+
+def values(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Random bits, where any bits are a value."""
+    if dtype.itemsize == 1:
+        return np.asarray(rng.integers(-2, 2, shape)).astype(dtype)
+    raw = rng.integers(0, 256, math.prod(shape) * dtype.itemsize, np.uint8)
+    return raw.view(dtype).reshape(shape)
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {
+        str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.name != "zarr.json"
+    }
+
+
+def both(tmp_path: Path, grid: Grid, x: np.ndarray) -> tuple[dict[str, bytes], dict[str, bytes], sums.Sums]:
+    spec = LeafSpec(dims=tuple(f"d{i}" for i in range(x.ndim)), shape=x.shape, dtype=x.dtype)
+    writer = store.LeafWriter(tmp_path / "ours", {"x": ("x", spec, grid)}, budget=1 << 20, sync=False)
+    array = store.open_array(tmp_path / "theirs", spec, grid, store.context())
+    for block in grid.blocks():
+        writer.write("x", block, x[(*block, ...)])
+        array[block].write(x[(*block, ...)]).result()
+    total, _ = writer.finish("x")
+    writer.drain()
+    return files(tmp_path / "ours" / "x"), files(tmp_path / "theirs"), total
+
+
+@pytest.mark.parametrize("name", STORED)
+@pytest.mark.parametrize("cuts", GRIDS, ids=lambda cuts: str(cuts[0]))
+def test_the_bytes_are_those_of_tensorstore(tmp_path, name, cuts):
+    shape, inner, outer = cuts
+    grid = Grid(shape=shape, inner=inner, outer=outer)
+    x = values(shape, dtype_of(name))
+    ours, theirs, total = both(tmp_path, grid, x)
+    assert ours == theirs
+    assert {grid.file(i): grid.file_bytes(i, x.itemsize) for i in grid.indices()} == {
+        n: len(b) for n, b in ours.items()
+    }
+    assert total == sums.of_block(x, (0,) * x.ndim, shape)
+
+
+@pytest.mark.parametrize("band", [1, 3000, 1 << 20])
+def test_bands_and_small_writes_change_nothing(tmp_path, monkeypatch, band):
+    grid = Grid(shape=(3, 50, 70), inner=(1, 16, 16), outer=(2, 48, 64))
+    x = values(grid.shape, np.dtype("<u2"))
+    monkeypatch.setattr(shard_file, "BAND", band)
+    monkeypatch.setattr(shard_file, "WRITE", 700)
+    real = os.write
+    monkeypatch.setattr(os, "write", lambda handle, data: real(handle, data[:301]))  # a write may stop short
+    ours, theirs, total = both(tmp_path, grid, x)
+    assert ours == theirs and total == sums.of_block(x, (0, 0, 0), grid.shape)
+
+
+def test_values_that_lie_in_any_order(tmp_path):
+    grid = Grid(shape=(60, 40), inner=(8, 16), outer=(32, 32))
+    x = values((40, 60), np.dtype("<f4")).T
+    ours, theirs, _ = both(tmp_path, grid, x)
+    assert ours == theirs
+
+
+def test_a_failed_write_is_raised_and_kept(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    spec = LeafSpec(dims=("a",), shape=(6,), dtype=np.dtype("f4"))
+    grid = Grid(shape=(6,), inner=(2,), outer=(2,))
+    told, done = [], []
+    writer = store.LeafWriter(
+        tmp_path, {"x": ("x", spec, grid)}, budget=1, sync=True, stored=lambda *block: told.append(block)
+    )
+    x = np.arange(6, dtype="f4")
+    first, second, third = grid.blocks()
+    writer.write("x", first, x[first], lambda: done.append(1))
+    monkeypatch.setattr(os, "write", full)
+    writer.write("x", second, x[second], lambda: done.append(2))
+    with pytest.raises(ValueError, match="no space left"):
+        writer.finish("x")
+    with pytest.raises(ValueError, match="no space left"):
+        writer.write("x", third, x[third])
+    writer.drain()
+    writer.tell_stored()
+    assert sorted(done) == [1, 2] and [at for _, at, _ in told] in ([first], [])
