@@ -7,7 +7,7 @@ import math
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
 
 from shardzoo.errors import fail_if
 from shardzoo.zoo.rope import Rotary
@@ -80,7 +80,7 @@ def rotate_pairs(x: Float[Array, "batch seq heads head_dim"], turn: Rotary) -> F
     return (wide * cos + partner * sin).astype(x.dtype)
 
 
-def sinusoid(timesteps: Float[Array, "*lead"], size: int, period: float = 1e4) -> Float[Array, "*lead size"]:
+def sinusoid(timesteps: Num[Array, "*lead"], size: int, period: float = 1e4) -> Float[Array, "*lead size"]:
     """Cosines, then sines, of each timestep at size / 2 frequencies from 1 down to 1 / period; float32."""
     half = size // 2
     exponents = np.float32(-math.log(period)) * np.arange(half, dtype=np.float32) / np.float32(half)

@@ -259,8 +259,8 @@ def _forward(
     latents: Float[Array, "batch channels frames height width"],
     values: Num[Array, "batch count"],
     index: Int[Array, "batch seq"] | None = None,
-    text: Float[Array, "batch kv_seq channels"] | None = None,
-    image: Float[Array, "batch image_seq channels"] | None = None,
+    text: Float[Array, "batch kv_seq text"] | None = None,
+    image: Float[Array, "batch image_seq image"] | None = None,
     context: Context | None = None,
 ) -> Float[Array, "batch out_channels frames height width"]:
     """One device's rows of the result."""
