@@ -86,6 +86,7 @@ FAMILIES = {
     "decoder": "shardzoo.convert.families.decoder",
     "wan": "shardzoo.convert.families.wan",
     "t5": "shardzoo.convert.families.t5",
+    "wan-vae": "shardzoo.convert.families.wan_vae",
 }
 
 

@@ -1,0 +1,228 @@
+"""Convolutions over images and videos whose rows are split over devices.
+
+Frames are held channels last. The height is split over all axes but the batch's (`SPLIT`): `context` and the tensor
+axes together, as convolutional autoencoders have small weights, which are whole on every device, and large frames. The
+height rather than the width: rows are contiguous, so what neighbours exchange is too, and rows added to make a height
+divide come after all others also when a frame is read as a sequence (`kv_lengths` is enough to hide them).
+
+Layers take `height`, the frame's true number of rows on all devices together. Rows of the split beyond it are padding:
+they may hold anything, are read as zeros (the border of the true frame), and never change a row before them.
+Everything here runs inside a `shard_map` with `check_vma=True`; annotated shapes are one device's.
+"""
+
+from collections.abc import Sequence
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from shardzoo.zoo.layers import Leaf, contract
+from shardzoo.zoo.layout import Param
+from shardzoo.zoo.mesh import CONTEXT, TP, traced_platform
+
+SPLIT = (CONTEXT, *TP)
+ROWS = -3  # the height of (..., height, width, channels)
+Border = tuple[int, int]  # pixels before and after
+
+
+def padded_height(height: int, ways: int, multiple: int = 1) -> int:
+    """The least number of rows from `height` on that `ways` devices share evenly, in multiples of `multiple`.
+
+    One device takes any height as it is.
+    """
+    return height if ways == 1 else height + -height % (ways * multiple)
+
+
+def clear_padding(
+    x: Float[Array, "*lead rows width channels"], height: int
+) -> Float[Array, "*lead rows width channels"]:
+    """x with zeros in the rows beyond `height`."""
+    rows = x.shape[ROWS]
+    if lax.axis_size(SPLIT) * rows == height:
+        return x
+    row = lax.axis_index(SPLIT) * rows + jnp.arange(rows)
+    return jnp.where((row < height)[:, None, None], x, 0)
+
+
+def exchange_rows(
+    x: Float[Array, "*lead rows width channels"], border: Border
+) -> Float[Array, "*lead more_rows width channels"]:
+    """x between rows of its neighbours: the last ones of the device before, the first ones of the device after.
+
+    Zeros where there is no neighbour. Collectives: one permutation for each side of `border` that is not 0.
+    """
+    ways = lax.axis_size(SPLIT)
+    before, after = border
+    parts = [x]
+    if before:
+        last = lax.slice_in_dim(x, x.shape[ROWS] - before, None, axis=x.ndim + ROWS)
+        parts.insert(0, lax.ppermute(last, SPLIT, [(i, i + 1) for i in range(ways - 1)]))
+    if after:
+        first = lax.slice_in_dim(x, 0, after, axis=x.ndim + ROWS)
+        parts.append(lax.ppermute(first, SPLIT, [(i + 1, i) for i in range(ways - 1)]))
+    return jnp.concatenate(parts, axis=ROWS)
+
+
+def bordered(
+    x: Float[Array, "*lead rows width channels"], height: int, border: Border
+) -> tuple[Float[Array, "*lead more_rows width channels"], Border]:
+    """x as a convolution with this border reads it, and the rows of zeros that are still to be added.
+
+    On one device the convolution adds its zeros itself; on several the rows are exchanged.
+    """
+    if border == (0, 0) or lax.axis_size(SPLIT) == 1:
+        return x, border
+    return exchange_rows(clear_padding(x, height), border), (0, 0)
+
+
+def convolve(
+    x: Float[Array, "*lead rows width channels"],
+    weight: Float[Array, "out channels *window"],
+    borders: Sequence[Border],
+    strides: Sequence[int],
+) -> Float[Array, "*lead out_rows out_width out"]:
+    """x * weight, in x's dtype; `borders` of zeros and `strides` for each dim of the window."""
+    spatial = "THW"[-len(strides) :]
+    return lax.conv_general_dilated(
+        x, weight.astype(x.dtype), strides, borders, dimension_numbers=(f"N{spatial}C", f"OI{spatial}", f"N{spatial}C")
+    )
+
+
+class Conv2d(eqx.Module):
+    """A convolution of each frame, as PyTorch's Conv2d with an odd window: y has the rows of x, divided by `stride`.
+
+    Stride 1 has half a window of zeros on all sides; stride 2 has them on the right and at the bottom only, and where
+    a size is odd it is rounded down. x and y are split by rows, each device's rows even for stride 2.
+    Collectives on several devices, for a window of 3: two permutations of one row, for stride 2 one.
+    """
+
+    weight: Float[Leaf, "out channels window_rows window_columns"]
+    bias: Float[Leaf, " out"]
+    stride: int = eqx.field(static=True, default=1)
+
+    @classmethod
+    def declare(cls, channels: int, out: int, window: int, stride: int = 1) -> "Conv2d":
+        weight = Param("out channels window_rows window_columns", (out, channels, window, window))
+        return cls(weight=weight, bias=Param("out", (out,)), stride=stride)
+
+    def __call__(
+        self, x: Float[Array, "batch rows width channels"], height: int
+    ) -> Float[Array, "batch out_rows out_width out"]:
+        half = self.weight.shape[-1] // 2
+        border = (half, half) if self.stride == 1 else (0, half)
+        x, rows = bordered(x, height, border)
+        return convolve(x, self.weight, (rows, border), (self.stride,) * 2) + self.bias.astype(x.dtype)
+
+
+class Pointwise(eqx.Module):
+    """A convolution with a window of one pixel. No collective."""
+
+    weight: Float[Leaf, "out channels"]
+    bias: Float[Leaf, " out"]
+
+    @classmethod
+    def declare(cls, channels: int, out: int) -> "Pointwise":
+        return cls(weight=Param("out channels", (out, channels)), bias=Param("out", (out,)))
+
+    def __call__(self, x: Float[Array, "*lead channels"]) -> Float[Array, "*lead out"]:
+        return contract(x, self.weight) + self.bias.astype(x.dtype)
+
+
+class CausalConv3d(eqx.Module):
+    """A convolution in time and space that reads no later frame, over a video that comes in pieces.
+
+    Each call takes the next frames and the cache that the call before gave: the last frames of its input, with the
+    rows of the neighbours round them. Before the first frame everything is zero.
+    Collectives on several devices, for a window of 3 rows: two permutations of one row of the new frames.
+    """
+
+    weight: Float[Leaf, "out channels window_frames window_rows window_columns"]
+    bias: Float[Leaf, " out"]
+
+    @classmethod
+    def declare(cls, channels: int, out: int, window: tuple[int, int, int] = (3, 3, 3)) -> "CausalConv3d":
+        weight = Param("out channels window_frames window_rows window_columns", (out, channels, *window))
+        return cls(weight=weight, bias=Param("out", (out,)))
+
+    def __call__(
+        self,
+        x: Float[Array, "batch frames rows width channels"],
+        height: int,
+        cache: Float[Array, "batch cached more_rows width channels"] | None = None,
+    ) -> tuple[Float[Array, "batch frames rows width out"], Float[Array, "batch cached more_rows width channels"]]:
+        """The convolved frames and the next cache; no cache means that x is the first frame, alone."""
+        frames, rows, columns = self.weight.shape[-3:]
+        x, row_border = bordered(x, height, (rows // 2, rows // 2))
+        borders = (row_border, (columns // 2, columns // 2))
+        if cache is None:
+            cache = jnp.pad(x, ((0, 0), (frames - 2, 0), *((0, 0),) * 3))
+            y = each_frame(x, lambda frame: convolve(frame, self.weight[:, :, -1], borders, (1, 1)))
+        else:
+            seen = jnp.concatenate([cache, x], axis=1)
+            y, cache = convolve_in_time(seen, self.weight, borders), seen[:, -(frames - 1) :]
+        return y + self.bias.astype(x.dtype), cache
+
+
+def each_frame(
+    x: Float[Array, "batch frames rows width channels"], layer
+) -> Float[Array, "batch frames out_rows out_width out"]:
+    """`layer` of each frame: frames go into the batch and come back."""
+    y = layer(x.reshape(-1, *x.shape[2:]))
+    return y.reshape(*x.shape[:2], *y.shape[1:])
+
+
+def convolve_in_time(
+    seen: Float[Array, "batch seen rows width channels"],
+    weight: Float[Array, "out channels window_frames window_rows window_columns"],
+    borders: Sequence[Border],
+    stride: int = 1,
+) -> Float[Array, "batch frames out_rows out_width out"]:
+    """The convolution without zeros in time: as many frames as have their whole window in `seen`, every `stride`-th.
+
+    On a CPU as one sum over the window's frames of convolutions in space: XLA has fast ones in two dims only there.
+    """
+    window = weight.shape[2]
+    if traced_platform() != "cpu":
+        return convolve(seen, weight, ((0, 0), *borders), (stride, 1, 1))
+    frames = (seen.shape[1] - window) // stride + 1
+
+    def tap(k: int) -> Array:
+        part = seen[:, k : k + stride * (frames - 1) + 1 : stride]
+        return each_frame(part, lambda frame: convolve(frame, weight[:, :, k], borders, (1, 1)))
+
+    return sum(tap(k) for k in range(window))
+
+
+def nearest_twice(
+    x: Float[Array, "*lead rows width channels"],
+) -> Float[Array, "*lead twice_rows twice_width channels"]:
+    """Every pixel as a square of two by two. No collective: rows stay with their device."""
+    *lead, rows, width, channels = x.shape
+    wide = jnp.broadcast_to(x[..., :, None, :, None, :], (*lead, rows, 2, width, 2, channels))
+    return wide.reshape(*lead, 2 * rows, 2 * width, channels)
+
+
+class ChannelNorm(eqx.Module):
+    """x / |x| * sqrt(channels) * weight, |x| over the channels and at least 1e-12; float32 inside.
+
+    Not an RMS norm with an epsilon: pixels near zero come out at full length.
+    """
+
+    weight: Float[Leaf, " channels"]
+
+    @classmethod
+    def declare(cls, channels: int) -> "ChannelNorm":
+        return cls(weight=Param("channels", (channels,)))
+
+    def __call__(self, x: Float[Array, "*lead channels"]) -> Float[Array, "*lead channels"]:
+        wide = x.astype(jnp.float32)
+        square = jnp.sum(jnp.square(wide), axis=-1, keepdims=True)
+        unit = wide * lax.rsqrt(jnp.maximum(square, 1e-24))
+        return unit.astype(x.dtype) * (x.shape[-1] ** 0.5 * self.weight).astype(x.dtype)
+
+
+def silu_norm(norm: ChannelNorm, x: Float[Array, "*lead channels"]) -> Float[Array, "*lead channels"]:
+    """What stands before each convolution of a residual block."""
+    return jax.nn.silu(norm(x))
