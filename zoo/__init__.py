@@ -4,8 +4,19 @@ mesh = zoo.make_mesh(context=2, tensor=3)
 f = zoo.decoder.forward(declared, mesh)
 """
 
-from shardzoo.zoo import decoder, t5, wan, wan_vae
+from shardzoo.zoo import decoder, sampling, t5, wan, wan_vae
 from shardzoo.zoo.families import FAMILIES, find_family, find_preset
 from shardzoo.zoo.mesh import Degrees, make_mesh
 
-__all__ = ["FAMILIES", "Degrees", "decoder", "find_family", "find_preset", "make_mesh", "t5", "wan", "wan_vae"]
+__all__ = [
+    "FAMILIES",
+    "Degrees",
+    "decoder",
+    "find_family",
+    "find_preset",
+    "make_mesh",
+    "sampling",
+    "t5",
+    "wan",
+    "wan_vae",
+]
