@@ -1,18 +1,20 @@
 """Attention over a mesh: heads over the tensor axes, the sequence over `context`.
 
 Everything here runs inside a `shard_map`. Self-attention enters and leaves with the sequence split over `context`; the
-head counts decide how the keys meet the queries (`exchange`):
+head counts decide how the keys meet the queries (`exchange`). The degree falls apart into heads x rows:
 
-* **ulysses**: the degree divides this device's query heads. One all-to-all turns (seq split, all heads) into (all seq,
-  heads split) for q, one does so for k and v together, one brings the output back. KV heads that the degree does not
-  divide are first repeated, as often as is needed for each device to get the ones its query heads read.
-* **gather**: it does not. k and v are all-gathered along the sequence, q stays where it is and knows its position.
+* **heads**: the largest part that divides this device's query heads, over groups of neighbours (Ulysses). One
+  all-to-all turns (part of the sequence, all heads) into (the group's sequence, part of the heads) for q, one does so
+  for k and v together, one brings the output back. KV heads that this part does not divide are first repeated, as often
+  as is needed for each device to get the ones its query heads read.
+* **rows**: the rest, over the groups. k and v, of the heads that a device then has, are all-gathered along the
+  sequence; q stays where it is and knows its position.
 
 Lengths are global valid lengths; positions beyond them are padding that never reaches a result.
 """
 
 import dataclasses
-from typing import Literal
+import math
 
 import jax.numpy as jnp
 import numpy as np
@@ -29,23 +31,54 @@ SEQ, HEADS = 1, 2
 class Exchange:
     """How keys meet queries over `context` for given head counts of one device.
 
-    `kv_index` lists the KV heads to send, in order of their destination, where they must be repeated for "ulysses";
-    None sends them as they are.
+    `heads` x `rows` is the degree. `kv_index` lists the KV heads to send, in order of their destination, where they
+    must be repeated to be split over `heads`; None sends them as they are.
     """
 
-    kind: Literal["local", "ulysses", "gather"]
+    heads: int
+    rows: int
     kv_index: tuple[int, ...] | None = None
+
+    @property
+    def neighbours(self) -> list[list[int]] | None:
+        """The groups of devices along `context` that split heads; None is all of them."""
+        return None if self.rows == 1 else [[g * self.heads + i for i in range(self.heads)] for g in range(self.rows)]
+
+    @property
+    def peers(self) -> list[list[int]] | None:
+        """The groups of devices that have the same heads of other parts of the sequence; None is all of them."""
+        return None if self.heads == 1 else [[g * self.heads + i for g in range(self.rows)] for i in range(self.heads)]
+
+    def split_heads(
+        self, x: Float[Array, "batch seq ..."], heads_dim: int = HEADS
+    ) -> Float[Array, "batch more_seq ..."]:
+        """All-to-all among neighbours: their sequence of this device's share of the heads."""
+        if self.heads == 1:
+            return x
+        groups = self.neighbours
+        return lax.all_to_all(x, CONTEXT, heads_dim, SEQ, tiled=True, axis_index_groups=groups)
+
+    def split_seq(
+        self, x: Float[Array, "batch more_seq heads head_dim"]
+    ) -> Float[Array, "batch seq more_heads head_dim"]:
+        """All-to-all among neighbours, back: all heads of this device's share of the sequence."""
+        if self.heads == 1:
+            return x
+        return lax.all_to_all(x, CONTEXT, SEQ, HEADS, tiled=True, axis_index_groups=self.neighbours)
+
+    def gather_seq(self, x: Float[Array, "batch more_seq ..."]) -> Float[Array, "batch all_seq ..."]:
+        """All-gather among peers: the whole sequence."""
+        if self.rows == 1:
+            return x
+        return lax.all_gather(x, CONTEXT, axis=SEQ, tiled=True, axis_index_groups=self.peers)
 
 
 def exchange(heads: int, kv_heads: int, degree: int) -> Exchange:
     """The exchange for `heads` query and `kv_heads` KV heads on a device and `degree` devices along `context`."""
-    if degree == 1:
-        return Exchange("local")
-    if heads % degree:
-        return Exchange("gather")
-    if kv_heads % degree == 0:
-        return Exchange("ulysses")
-    reads = np.arange(heads).reshape(degree, -1) // (heads // kv_heads)  # the KV head that each query head reads
+    ways = math.gcd(heads, degree)
+    if kv_heads % ways == 0:
+        return Exchange(ways, degree // ways)
+    reads = np.arange(heads).reshape(ways, -1) // (heads // kv_heads)  # the KV head that each query head reads
     distinct = [np.unique(row) for row in reads]
     share = len(distinct[0])
     even = all(len(d) == share for d in distinct) and reads.shape[1] % share == 0
@@ -53,19 +86,7 @@ def exchange(heads: int, kv_heads: int, degree: int) -> Exchange:
         np.array_equal(np.repeat(d, reads.shape[1] // share), row) for d, row in zip(distinct, reads, strict=True)
     )
     index = np.concatenate(distinct) if paired else reads.reshape(-1)
-    return Exchange("ulysses", tuple(int(i) for i in index))
-
-
-def split_heads(x: Float[Array, "batch seq ..."], heads_dim: int = HEADS) -> Float[Array, "batch all_seq ..."]:
-    """All-to-all over `context`: a whole sequence of this device's share of the heads."""
-    return lax.all_to_all(x, CONTEXT, split_axis=heads_dim, concat_axis=SEQ, tiled=True)
-
-
-def split_seq(
-    x: Float[Array, "batch all_seq heads head_dim"],
-) -> Float[Array, "batch seq all_heads head_dim"]:
-    """All-to-all over `context`: all heads of this device's share of the sequence."""
-    return lax.all_to_all(x, CONTEXT, split_axis=SEQ, concat_axis=HEADS, tiled=True)
+    return Exchange(ways, degree // ways, tuple(int(i) for i in index))
 
 
 def attention(
@@ -90,35 +111,73 @@ def attention(
     of `bias`: entry d + all_seq - 1 is that of keys d places after the query. It is spread over queries and keys here,
     for the heads or the queries that this device works on. Rows beyond `lengths` come out as zeros. float32 inside.
 
-    Collectives: "ulysses" three all-to-all (q; k and v; output); "gather" one all-gather (k and v); each one more
-    all-gather for `segment_ids` or `key_mask`.
+    Collectives: where heads are split three all-to-all (q; k and v; output), where rows are one all-gather (k and v);
+    one more all-gather for `segment_ids` or `key_mask`.
     """
-    degree = lax.axis_size(CONTEXT)
-    plan = exchange(q.shape[HEADS], kv.shape[3], degree)
-    options = dict(causal=causal, window=window, scale=scale, soft_cap=soft_cap)
+    plan = exchange(q.shape[HEADS], kv.shape[3], lax.axis_size(CONTEXT))
     kv_ids = segment_ids if key_mask is None else jnp.where(key_mask, 0, -1)
-    if kv_ids is not None and degree > 1:
+    if kv_ids is not None and plan.heads * plan.rows > 1:
         kv_ids = lax.all_gather(kv_ids, CONTEXT, axis=SEQ, tiled=True)
-    if plan.kind == "gather":
-        q_ids = segment_ids if key_mask is None else jnp.zeros_like(key_mask, jnp.int32)
-        bias = _distances_here(distance_bias, q.shape[SEQ]) if bias is None else _mine(bias, q.shape[SEQ], axis=2)
-        return _gathered(q, kv, lengths, q_ids, kv_ids, bias, options)
-    if plan.kind == "ulysses":
-        kv = kv if plan.kv_index is None else kv[:, :, :, np.asarray(plan.kv_index)]
-        q, kv = split_heads(q), split_heads(kv, heads_dim=3)
-        bias = None if bias is None else _mine(bias, q.shape[HEADS], axis=1)
-        distance_bias = None if distance_bias is None else _mine(distance_bias, q.shape[HEADS], axis=0)
-    bias = bias if distance_bias is None else by_distance(distance_bias, q.shape[SEQ])
-    q_ids = kv_ids if key_mask is None or kv_ids is None else jnp.zeros_like(kv_ids)
+    kv = kv if plan.kv_index is None else kv[:, :, :, np.asarray(plan.kv_index)]
+    q, kv = plan.split_heads(q), plan.gather_seq(plan.split_heads(kv, heads_dim=3))
+    here = _Here(plan, heads=q.shape[HEADS], rows=q.shape[SEQ])
+    if distance_bias is not None:
+        bias = here.by_distance(distance_bias)
+    elif bias is not None:
+        bias = here.of_rows(here.of_heads(bias, axis=1), axis=2)
     out = flash_attention(
-        q, kv[:, :, 0], kv[:, :, 1], q_offset=0, q_lengths=lengths, kv_lengths=lengths,
-        q_segment_ids=q_ids, kv_segment_ids=kv_ids, bias=bias, **options,
+        q, kv[:, :, 0], kv[:, :, 1], q_offset=here.first, bias=bias,
+        q_lengths=here.lengths(lengths), kv_lengths=lengths,
+        q_segment_ids=here.query_ids(kv_ids, hidden=key_mask is not None), kv_segment_ids=kv_ids,
+        causal=causal, window=window, scale=scale, soft_cap=soft_cap,
     )  # fmt: skip
-    return split_seq(out) if plan.kind == "ulysses" else out
+    return plan.split_seq(out)
 
 
-def _mine(x: Array, size: int, axis: int) -> Array:
-    return lax.dynamic_slice_in_dim(x, lax.axis_index(CONTEXT) * size, size, axis)
+@dataclasses.dataclass(frozen=True)
+class _Here:
+    """What this device works on after an exchange: so many heads, so many rows of queries."""
+
+    plan: Exchange
+    heads: int
+    rows: int
+
+    @property
+    def first(self) -> Int[Array, ""] | int:
+        """Position of the first query."""
+        return 0 if self.plan.rows == 1 else lax.axis_index(CONTEXT) // self.plan.heads * self.rows
+
+    def of_heads(self, x: Array, axis: int) -> Array:
+        """The part of x, which has all heads of the tensor axes' share."""
+        if self.plan.heads == 1:
+            return x
+        first = lax.axis_index(CONTEXT) % self.plan.heads * self.heads
+        return lax.dynamic_slice_in_dim(x, first, self.heads, axis)
+
+    def of_rows(self, x: Array, axis: int) -> Array:
+        """The part of x, which has all positions."""
+        return x if self.plan.rows == 1 else lax.dynamic_slice_in_dim(x, self.first, self.rows, axis)
+
+    def lengths(self, lengths: Int[Array, " batch"] | None) -> Int[Array, " batch"] | None:
+        """How many of the queries are valid."""
+        if lengths is None or self.plan.rows == 1:
+            return lengths
+        return jnp.clip(lengths - self.first, 0, self.rows)
+
+    def query_ids(self, ids: Int[Array, "batch all_seq"] | None, *, hidden: bool) -> Int[Array, "batch rows"] | None:
+        """Segments of the queries, from those of all keys; with `hidden` keys, no query is hidden."""
+        if ids is None:
+            return None
+        return self.of_rows(jnp.zeros_like(ids) if hidden else ids, axis=SEQ)
+
+    def by_distance(self, values: Float[Array, "all_heads distances"]) -> Float[Array, "one heads rows keys"]:
+        """The bias of the queries to all keys."""
+        values = self.of_heads(values, axis=0)
+        if self.plan.rows > 1:
+            keys = (values.shape[1] + 1) // 2
+            first = keys - self.rows - self.first
+            values = lax.dynamic_slice_in_dim(values, first, self.rows + keys - 1, axis=1)
+        return by_distance(values, self.rows)
 
 
 def by_distance(values: Float[Array, "heads distances"], queries: int) -> Float[Array, "one heads queries keys"]:
@@ -132,27 +191,6 @@ def by_distance(values: Float[Array, "heads distances"], queries: int) -> Float[
     copies = jnp.broadcast_to(jnp.pad(values, ((0, 0), (0, 1)))[:, None], (heads, queries, distances + 1))
     shifted = copies.reshape(heads, -1)[:, : queries * distances].reshape(heads, queries, distances)
     return shifted[None, :, :, queries - 1 :]
-
-
-def _distances_here(values: Float[Array, "heads distances"] | None, seq: int) -> Array | None:
-    """The bias of this device's queries, of which there are `seq`, to all keys."""
-    if values is None:
-        return None
-    keys = (values.shape[1] + 1) // 2
-    first = keys - seq * (lax.axis_index(CONTEXT) + 1)
-    return by_distance(lax.dynamic_slice_in_dim(values, first, seq + keys - 1, axis=1), seq)
-
-
-def _gathered(q, kv, lengths, q_ids, kv_ids, bias, options) -> Array:
-    """This device's queries against all keys, at their own positions."""
-    seq = q.shape[SEQ]
-    start = lax.axis_index(CONTEXT) * seq
-    kv = lax.all_gather(kv, CONTEXT, axis=SEQ, tiled=True)
-    q_lengths = None if lengths is None else jnp.clip(lengths - start, 0, seq)
-    return flash_attention(
-        q, kv[:, :, 0], kv[:, :, 1], q_offset=start, q_lengths=q_lengths, kv_lengths=lengths,
-        q_segment_ids=q_ids, kv_segment_ids=kv_ids, bias=bias, **options,
-    )  # fmt: skip
 
 
 def cross_attention(

@@ -63,6 +63,8 @@ MESHES = {
     ],
     (9, 3): [dict(context=3), dict(context=2, tensor=3), dict(tensor=3), dict(data=2, context=3)],
     (12, 4): [dict(context=6), dict(context=3), dict(tensor=2, context=3)],  # pairs that straddle a device
+    (12, 12): [dict(context=8), dict(context=4, tensor=2)],  # heads 4 x rows 2; 2 x 2
+    (6, 2): [dict(context=4), dict(context=8), dict(context=2, tensor=2), dict(context=4, tensor=2)],
     (6, 6): [dict(context=2, tensor=3), dict(context=4), dict(tensor=2, context=3)],
 }
 OPTIONS = [
@@ -107,8 +109,8 @@ def test_every_exchange(heads):
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "+".join(o) or "plain")
 def test_every_mask(options):
-    """On one mesh with all-to-all, repeated KV heads and rep, and one that gathers."""
-    check_attention((8, 2), [dict(context=2, tensor=4, kv_heads=2), dict(context=3)], options)
+    """On one mesh with all-to-all, repeated KV heads and rep, one that gathers, one that does both."""
+    check_attention((8, 2), [dict(context=2, tensor=4, kv_heads=2), dict(context=3), dict(context=6)], options)
 
 
 def test_bias():
@@ -120,7 +122,7 @@ def test_bias():
     def call(_, q, kv, bias):
         return attention(q, kv, bias=bias)
 
-    meshes = [make_mesh(**d) for d in (dict(), dict(tensor=2, context=2), dict(context=3), dict(context=4, tensor=2))]
+    meshes = [make_mesh(**d) for d in (dict(), dict(tensor=2, context=2), dict(context=3), dict(context=6))]
     reference = lambda _, q, kv, bias: softmax_attention(q, kv, bias=bias)  # noqa: E731
     check((), meshes, call, reference, [q, kv, bias], [Q_SPEC, P("data", CONTEXT, None, TP), P(None, TP)], Q_SPEC)
 
@@ -137,7 +139,7 @@ def test_distance_bias():
     def reference(_, q, kv, values):
         return softmax_attention(q, kv, bias=values[None, :, distances + S - 1])
 
-    meshes = [make_mesh(**d) for d in (dict(), dict(tensor=2, context=2), dict(context=3), dict(context=4, tensor=2))]
+    meshes = [make_mesh(**d) for d in (dict(), dict(tensor=2, context=2), dict(context=3), dict(context=6))]
     check((), meshes, call, reference, [q, kv, values], [Q_SPEC, P("data", CONTEXT, None, TP), P(TP)], Q_SPEC)
 
 
@@ -196,19 +198,19 @@ def test_exchange_sends_each_kv_head_where_it_is_read():
             heads = kv_heads * group
             for degree in range(2, 13):
                 plan = exchange(heads, kv_heads, degree)
-                if heads % degree:
-                    assert plan == Exchange("gather")
-                    continue
+                assert plan.heads * plan.rows == degree and heads % plan.heads == 0
+                assert all(heads % ways for ways in range(plan.heads + 1, degree + 1) if degree % ways == 0)
                 index = np.arange(kv_heads) if plan.kv_index is None else np.array(plan.kv_index)
-                sent = index.reshape(degree, -1)
-                per_device = heads // degree
+                sent = index.reshape(plan.heads, -1)
+                per_device = heads // plan.heads
                 received = np.repeat(sent, per_device // sent.shape[1], axis=1)
                 assert np.array_equal(received.reshape(-1), np.arange(heads) // group), (heads, kv_heads, degree)
 
 
 def test_collectives_are_those_of_the_docstring():
     counts = {}
-    for name, degrees in {"ulysses": dict(context=2), "repeated": dict(context=8), "gather": dict(context=3)}.items():
+    meshes = {"heads": 2, "repeated": 8, "rows": 3, "both": 6}
+    for name, degrees in {name: dict(context=degree) for name, degree in meshes.items()}.items():
         f = jax.shard_map(
             lambda q, kv: attention(q, kv, causal=True),
             mesh=make_mesh(**degrees),
@@ -217,14 +219,14 @@ def test_collectives_are_those_of_the_docstring():
         )
         text = jax.jit(f).lower(*inputs(8, 2)).compile().as_text()
         counts[name] = tuple(text.count(f" {op}(") for op in ("all-to-all", "all-gather", "all-reduce"))
-    assert counts == {"ulysses": (3, 0, 0), "repeated": (3, 0, 0), "gather": (0, 1, 0)}
+    assert counts == {"heads": (3, 0, 0), "repeated": (3, 0, 0), "rows": (0, 1, 0), "both": (3, 1, 0)}
 
 
 # The faults that these checks are there for, made on purpose.
 
 
 def test_a_wrong_pairing_is_caught(monkeypatch):
-    monkeypatch.setattr(module, "exchange", lambda h, k, n: Exchange("ulysses", exchange(h, k, n).kv_index[::-1]))
+    monkeypatch.setattr(module, "exchange", lambda h, k, n: Exchange(n, 1, exchange(h, k, n).kv_index[::-1]))
     with pytest.raises(AssertionError, match="of the reference's maximum"):
         check_attention((8, 2), [dict(context=4)], dict())
 
