@@ -74,7 +74,9 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-Checkpoint = Annotated[Path, typer.Argument(metavar="CKPT", help="Checkpoint folder that convert or save wrote.")]
+Checkpoint = Annotated[
+    Path, typer.Argument(metavar="CKPT", help="Checkpoint or pipeline folder that convert or save wrote.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
 Budget = Annotated[
     int | None,
@@ -89,7 +91,12 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace DST, once 
 Family = Annotated[
     str | None, typer.Option(help="Family, when it cannot be told from config and keys.", show_default=False)
 ]
-Component = Annotated[str | None, typer.Option(help="Which model of several, e.g. language_model.", show_default=False)]
+Component = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Which model of several, e.g. language_model; of a pipeline any number, e.g. vae.", show_default=False
+    ),
+]
 Config = Annotated[
     Path | None, typer.Option(help="A config.json that does not lie beside the weights.", show_default=False)
 ]
@@ -148,6 +155,7 @@ def convert(
 ) -> None:
     """Convert a PyTorch checkpoint into an Orbax checkpoint that restores onto any mesh.
 
+    Of a pipeline (a diffusers folder, or that of the Wan repositories) every component becomes a checkpoint below DST.
     The weights keep their bits unless --dtype is given. Memory stays within the budget whatever the model's size. An
     interrupted run leaves nothing that looks like a checkpoint, and the same command carries on from where it stopped.
     """
@@ -170,9 +178,9 @@ def convert(
 
 
 @app.command(epilog=EPILOG)
-def inspect(checkpoint: Checkpoint, json: Json = False) -> None:
+def inspect(checkpoint: Checkpoint, component: Component = None, json: Json = False) -> None:
     """Show what a checkpoint holds: family, config, sources, and every parameter with its shape, dtype and split."""
-    _commands().inspect(checkpoint, json=json)
+    _commands().inspect(checkpoint, component=component, json=json)
 
 
 @app.command(epilog=EPILOG)
@@ -235,12 +243,13 @@ def verify(
         typer.Argument(metavar="SRC", help="The source it was converted from.", show_default=False),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Without SRC: names, sizes and metadata only.")] = False,
+    component: Component = None,
     variant: Variant = None,
     select: Select = None,
     json: Json = False,
 ) -> None:
     """Check every byte of a checkpoint against its digests and, with SRC, every tensor against its source."""
-    _commands().verify(checkpoint, source, quick=quick, variant=variant, select=select, json=json)
+    _commands().verify(checkpoint, source, quick=quick, component=component, variant=variant, select=select, json=json)
 
 
 @app.command(epilog=EPILOG)
@@ -251,6 +260,7 @@ def export(
         str | None,
         typer.Option(help="Layout to write: that of the source, if not given.", show_default=False),
     ] = None,
+    component: Component = None,
     memory_budget: Budget = None,
     overwrite: Overwrite = False,
     json: Json = False,
@@ -260,7 +270,13 @@ def export(
     With --layout the same values under the names of another published layout of the family, with its config.json.
     """
     _commands().export(
-        checkpoint, destination, layout=layout, memory_budget=memory_budget, overwrite=overwrite, json=json
+        checkpoint,
+        destination,
+        layout=layout,
+        component=component,
+        memory_budget=memory_budget,
+        overwrite=overwrite,
+        json=json,
     )
 
 

@@ -21,37 +21,84 @@ from shardzoo.zoo.families import FAMILIES, TraceSizes, find_family
 from shardzoo.zoo.mesh import Degrees
 
 
-def convert(source: str, destination: Path, *, dry_run: bool, json: bool, **options: Any) -> None:
-    """Converts and prints the report."""
+def convert(
+    source: str,
+    destination: Path,
+    *,
+    component: list[str] | None,
+    dry_run: bool,
+    json: bool,
+    family: str | None,
+    config: Path | None,
+    prefix: str | None,
+    select: str | None,
+    **options: Any,
+) -> None:
+    """Converts a model, or every component of a pipeline, and prints the report."""
     with uninterrupted():
         from shardzoo.convert import convert as conversion
+        from shardzoo.convert import pipeline as pipelines
 
+    of_one: dict[str, Any] = {"family": family, "config": config, "prefix": prefix, "select": select}
+    found = targets.find_pipeline_source(source, **of_one)
     with progress_bar("checking" if dry_run else "converting") as progress:
-        report = conversion.convert(source, destination, dry_run=dry_run, progress=progress, **options)
+        common = {"dry_run": dry_run, "progress": progress, **options}
+        report: Any = (
+            conversion.convert(source, destination, component=targets.one(component), **of_one, **common)
+            if found is None
+            else pipelines.convert(found, destination, components=tuple(component or ()), **common)
+        )
     _note_all(report, json)
-    _say_report(report, reports.conversion_lines, json)
+    _say_report(report, reports.conversion_lines if found is None else reports.pipeline_lines, json)
 
 
-def verify(checkpoint: Path, source: str | None, *, quick: bool, json: bool, **options: Any) -> None:
+def verify(
+    checkpoint: Path,
+    source: str | None,
+    *,
+    component: list[str] | None,
+    quick: bool,
+    json: bool,
+    variant: str | None,
+    select: str | None,
+) -> None:
     """Verifies and prints the report."""
     with uninterrupted():
+        from shardzoo.convert import pipeline as pipelines
         from shardzoo.convert import verify as verification
 
+    level = "quick" if quick else "full"
+    report: Any
+    pipeline = targets.find_pipeline(checkpoint, component)
     with progress_bar("verifying") as progress:
-        level = "quick" if quick else "full"
-        report = verification.verify(checkpoint, source, level=level, progress=progress, **options)
-    _say_report(report, reports.verification_lines, json)
+        common: dict[str, Any] = {"level": level, "variant": variant, "progress": progress}
+        if pipeline is None:
+            report = verification.verify(checkpoint, source, select=select, **common)
+        else:
+            found = None if source is None else targets.find_pipeline_source(source, select=select)
+            if source is not None and found is None:
+                raise InputError(f"{source}: holds no pipeline, and {checkpoint} is one: give the folder it came from")
+            report = pipelines.verify(pipeline, found, components=tuple(component or ()), **common)
+    _say_report(report, reports.verification_lines if pipeline is None else reports.pipeline_lines, json)
 
 
-def export(checkpoint: Path, destination: Path, *, json: bool, **options: Any) -> None:
+def export(checkpoint: Path, destination: Path, *, component: list[str] | None, json: bool, **options: Any) -> None:
     """Exports and prints the report."""
     with uninterrupted():
         from shardzoo.convert import export as exporting
+        from shardzoo.convert import pipeline as pipelines
 
+    pipeline = targets.find_pipeline(checkpoint, component)
     with progress_bar("exporting") as progress:
-        report = exporting.export(checkpoint, destination, progress=progress, **options)
+        report: Any = (
+            exporting.export(checkpoint, destination, progress=progress, **options)
+            if pipeline is None
+            else pipelines.export(
+                pipeline, destination, components=tuple(component or ()), progress=progress, **options
+            )
+        )
     _note_all(report, json)
-    _say_report(report, reports.export_lines, json)
+    _say_report(report, reports.export_lines if pipeline is None else reports.pipeline_lines, json)
 
 
 def _note_all(report: Any, json: bool) -> None:
@@ -75,29 +122,56 @@ class Ahead:
     dtype: np.dtype | None
 
 
-def audit(target: str, meshes: Sequence[Degrees], *, ahead: Ahead | None, json: bool, **reading: Any) -> bool:
-    """Prints the verdict on each mesh; whether all of them fit."""
-    found = targets.find_target(target, **reading)
-    verdicts = [judging.judge(found.declared, degrees) for degrees in meshes]
-    compiled = {} if ahead is None else _compile(found, verdicts, ahead)
-    count, size = judging.total(found.declared)
-    if json:
-        said = [v.to_json() | {"compiled": compiled[v].to_json() if v in compiled else None} for v in verdicts]
-        say_json(
-            {
-                "target": found.name,
-                "kind": found.kind,
-                "family": found.family,
-                "parameters": count,
-                "parameter_bytes": size,
-                "meshes": said,
-            }
-        )
+def audit(
+    target: str,
+    meshes: Sequence[Degrees],
+    *,
+    component: list[str] | None,
+    ahead: Ahead | None,
+    json: bool,
+    **reading: Any,
+) -> bool:
+    """Prints the verdict on each mesh, for each component of a pipeline; whether all of them fit."""
+    found = targets.find_targets(target, component, **reading)
+    judged = [_Judged(one, [judging.judge(one.declared, degrees) for degrees in meshes]) for one in found]
+    for one in judged:
+        one.compiled = {} if ahead is None else _compile(one.target, one.verdicts, ahead)
+    if json and len(judged) == 1:
+        say_json(judged[0].to_json())
+    elif json:
+        say_json({"target": target, "components": [one.to_json() for one in judged]})
     else:
-        say(f"{found.name} ({found.family}, {found.kind}): {count_text(count)} parameters, {size_text(size)}")
-        for verdict in verdicts:
-            say("\n".join([*verdict.lines(), *(compiled[verdict].lines() if verdict in compiled else ())]))
-    return all(verdict.fits for verdict in verdicts)
+        say("\n".join(line for one in judged for line in one.lines()))
+    return all(verdict.fits for one in judged for verdict in one.verdicts)
+
+
+@dataclasses.dataclass
+class _Judged:
+    """A target, the verdict on each mesh, and what the compiler said of those that fit."""
+
+    target: targets.Target
+    verdicts: list[judging.Verdict]
+    compiled: dict[judging.Verdict, Any] = dataclasses.field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        count, size = judging.total(self.target.declared)
+        ahead = {verdict: compiled.to_json() for verdict, compiled in self.compiled.items()}
+        return {
+            "target": self.target.name,
+            "kind": self.target.kind,
+            "family": self.target.family,
+            "parameters": count,
+            "parameter_bytes": size,
+            "meshes": [verdict.to_json() | {"compiled": ahead.get(verdict)} for verdict in self.verdicts],
+        }
+
+    def lines(self) -> Iterator[str]:
+        """The verdicts as text."""
+        one, (count, size) = self.target, judging.total(self.target.declared)
+        yield f"{one.name} ({one.family}, {one.kind}): {count_text(count)} parameters, {size_text(size)}"
+        for verdict in self.verdicts:
+            yield from verdict.lines()
+            yield from self.compiled[verdict].lines() if verdict in self.compiled else ()
 
 
 def _compile(found: targets.Target, verdicts: Sequence[judging.Verdict], ahead: Ahead) -> dict[judging.Verdict, Any]:
@@ -119,15 +193,33 @@ def _compile(found: targets.Target, verdicts: Sequence[judging.Verdict], ahead: 
         }
 
 
-def inspect(checkpoint: Path, *, json: bool) -> None:
-    """Prints the manifest."""
+def inspect(checkpoint: Path, *, component: list[str] | None, json: bool) -> None:
+    """Prints the manifest, of a pipeline that of every component."""
     with uninterrupted():
         from shardzoo import checkpoints
 
-    manifest = checkpoints.open(checkpoint).manifest
-    if json:
-        say_json(manifest.to_json())
+    pipeline = targets.find_pipeline(checkpoint, component)
+    if pipeline is None:
+        manifest = checkpoints.open(checkpoint).manifest
+        if json:
+            say_json(manifest.to_json())
+        else:
+            _say_manifest(checkpoint, manifest)
         return
+    found = {name: pipeline.checkpoint(name).manifest for name in component or pipeline.components}
+    if json:
+        components = {name: manifest.to_json() for name, manifest in found.items()}
+        say_json({"kind": pipeline.kind, "settings": pipeline.settings, "components": components})
+        return
+    total = sum(manifest.total_bytes for manifest in found.values())
+    say(f"{checkpoint}: pipeline {pipeline.kind} of {', '.join(found)}, {size_text(total)}")
+    say("settings: " + ", ".join(f"{name}={_plain(value)}" for name, value in pipeline.settings.items()))
+    for name, manifest in found.items():
+        say("")
+        _say_manifest(checkpoint / name, manifest)
+
+
+def _say_manifest(checkpoint: Path, manifest: Any) -> None:
     header = manifest.header
     say(f"{checkpoint}: {header.family} ({header.component}), {size_text(manifest.total_bytes)}")
     say("config: " + ", ".join(f"{name}={_plain(value)}" for name, value in header.config.items()))

@@ -49,6 +49,16 @@ def export_lines(report: Any) -> Iterator[str]:
     yield _cost(report.seconds, report.peak_memory, predicted=False)
 
 
+def pipeline_lines(report: Any) -> Iterator[str]:
+    """What was done with each component of a pipeline (`convert.pipeline.Report`)."""
+    lines = {"convert": conversion_lines, "verify": verification_lines, "export": export_lines}
+    for name, one in report.components.items():
+        of_one = lines[type(one).__module__.rpartition(".")[2]]
+        yield from (f"{name}: {line}" for line in of_one(one))
+    listed = ", ".join(report.components) or "nothing new"
+    yield f"{report.destination}: pipeline {report.kind}: {listed}, in {report.seconds:.1f} s"
+
+
 def _cost(seconds: float, memory: int, *, predicted: bool) -> str:
     if predicted:
         return f"would take about {seconds:.1f} s and {size_text(memory)} of memory"

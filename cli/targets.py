@@ -30,6 +30,72 @@ def is_checkpoint(path: Path) -> bool:
     return (path / "_CHECKPOINT_METADATA").is_file() or (path / "_METADATA").is_file()
 
 
+def one(component: list[str] | None) -> str | None:
+    """The one component that a source of a single model may be read for.
+
+    Raises:
+        InputError: several were named.
+    """
+    if component is not None and len(component) > 1:
+        raise InputError(f"--component: {len(component)} were named, and this is no pipeline: name one")
+    return component[0] if component else None
+
+
+def find_pipeline_source(name: str, **of_one: Any) -> Any:
+    """The pipeline that a PyTorch folder holds (`PipelineSource`), or None where it is a source of one model.
+
+    Raises:
+        InputError: it is one, and an option that is for one model only was given (`of_one`).
+    """
+    from shardzoo.convert.pipeline_source import find_pipeline
+
+    found = find_pipeline(name)
+    given = [f"--{option}" for option, value in of_one.items() if value is not None]
+    if found is not None and given:
+        raise InputError(
+            f"{name}: is a pipeline, and {', '.join(given)} would be for one model: leave them out, or give the folder"
+            f" or file of one component ({', '.join(found.components)})"
+        )
+    return found
+
+
+def find_pipeline(path: Path, component: list[str] | None) -> Any:
+    """The pipeline in a folder that convert wrote (`Pipeline`), or None where it is one checkpoint.
+
+    Raises:
+        InputError: components were named and it has not all of them, or is no pipeline.
+    """
+    from shardzoo.checkpoints.pipeline import is_pipeline, open_pipeline
+
+    if not is_pipeline(path):
+        if component:
+            raise InputError(f"{path}: is no pipeline, which --component would be for: leave it out")
+        return None
+    pipeline = open_pipeline(path)
+    pipeline.require(component or [])
+    return pipeline
+
+
+def find_targets(name: str, component: list[str] | None, **reading: Any) -> list[Target]:
+    """The models that `name` means: of a pipeline, or a source of one, its components; else `find_target`.
+
+    Raises:
+        InputError: as `find_target`, or a component that is not there.
+    """
+    from shardzoo.checkpoints.pipeline import is_pipeline
+    from shardzoo.convert.pipeline import plan_components
+
+    if is_pipeline(name):
+        pipeline = find_pipeline(Path(name), component)
+        return [_checkpoint(f"{name}/{part}", Path(name) / part) for part in component or pipeline.components]
+    variant = reading.pop("variant", None)
+    found = find_pipeline_source(name, **reading)
+    if found is None:
+        return [find_target(name, component=one(component), variant=variant, **reading)]
+    planned = plan_components(found, found.pick(tuple(component or ())), variant=variant)
+    return [Target(f"{name}: {part}", "source", it.plan.family, it.plan.declared) for part, it in planned.items()]
+
+
 def find_target(name: str, **reading: Any) -> Target:
     """The model that `name` means; `reading` is how to read a PyTorch source, as `plan_conversion` takes it.
 

@@ -1,0 +1,164 @@
+"""A folder of checkpoints that make one pipeline, and `pipeline.json`, which names them and says what else it needs.
+
+The file is written last, so that a folder without it is not a pipeline. Small files of the source, the tokenizer's
+among them, lie below `files` as they came.
+"""
+
+import dataclasses as dc
+import importlib.metadata
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shardzoo.checkpoints import checkpoint
+from shardzoo.checkpoints.checkpoint import Checkpoint
+from shardzoo.checkpoints.manifest import FileEntry, canonical, is_below, sha256
+from shardzoo.checkpoints.store import sync_folder, write_file
+from shardzoo.errors import InputError, fail_if
+from shardzoo.strict_json import parse_object
+
+PIPELINE = "pipeline.json"
+FILES = "files"
+FORMAT, VERSION = "shardzoo pipeline", 1
+
+
+@dc.dataclass(frozen=True, kw_only=True)
+class Component:
+    """One checkpoint of a pipeline: its family, and where it was in the source (a folder or a file)."""
+
+    family: str
+    place: str
+
+
+@dc.dataclass(frozen=True, kw_only=True)
+class Pipeline:
+    """What `pipeline.json` says.
+
+    Attributes:
+        path: the folder.
+        kind: "wan", ...: what runs it.
+        layout: of the source: "diffusers" or "original".
+        components: name, which is that of the folder -> component.
+        files: path below `files`, as in the source -> size and digest.
+        settings: what the pipeline's own config files say, JSON.
+    """
+
+    path: Path
+    kind: str
+    layout: str
+    components: Mapping[str, Component]
+    files: Mapping[str, FileEntry]
+    settings: Mapping[str, Any]
+
+    def checkpoint(self, name: str) -> Checkpoint:
+        """The checkpoint of a component, opened.
+
+        Raises:
+            InputError: there is none of this name, it cannot be opened, or it is of another family.
+        """
+        self.require([name])
+        found = checkpoint.open(self.path / name)
+        wanted = self.components[name].family
+        if found.manifest.header.family != wanted:
+            raise InputError(
+                f"{self.path / name}: is of family {found.manifest.header.family!r}, and {PIPELINE} says {wanted!r}:"
+                " convert it again"
+            )
+        return found
+
+    def require(self, names: list[str]) -> None:
+        """Refuses a pipeline that lacks any of these components."""
+        absent = [name for name in names if name not in self.components]
+        if absent:
+            raise InputError(
+                f"{self.path}: this pipeline has no {', '.join(map(repr, absent))}, it has"
+                f" {', '.join(self.components)}: choose among these, or convert with --component {absent[0]}"
+            )
+
+    def file(self, name: str) -> Path:
+        """Where a small file is."""
+        return self.path / FILES / name
+
+    def write(self, *, sync: bool = True) -> None:
+        """Writes `pipeline.json`: whole or not at all."""
+        record = {
+            "format": FORMAT,
+            "version": VERSION,
+            "producer": f"shardzoo {importlib.metadata.version('shardzoo')}",
+            "kind": self.kind,
+            "layout": self.layout,
+            "components": {name: dc.asdict(one) for name, one in self.components.items()},
+            "files": {name: dc.asdict(entry) for name, entry in self.files.items()},
+            "settings": dict(self.settings),
+        }
+        new = self.path / (PIPELINE + ".new")
+        write_file(new, canonical(record), sync=sync)
+        os.replace(new, self.path / PIPELINE)
+        sync_folder(self.path)
+
+    def damaged_files(self) -> list[str]:
+        """What is wrong with the small files."""
+        problems = []
+        for name, entry in self.files.items():
+            try:
+                data = self.file(name).read_bytes()
+            except OSError as error:
+                problems.append(f"{FILES}/{name}: cannot be read ({error.strerror})")
+                continue
+            if len(data) != entry.size or sha256(data) != entry.sha256:
+                problems.append(f"{FILES}/{name}: is not as it was when it was converted")
+        return problems
+
+
+def is_pipeline(path: str | Path) -> bool:
+    """Whether this is a pipeline's folder, whole."""
+    return (Path(path) / PIPELINE).is_file()
+
+
+def open_pipeline(path: str | Path) -> Pipeline:
+    """Reads `pipeline.json`; opens no checkpoint.
+
+    Raises:
+        InputError: there is none, it is damaged, or of a newer version.
+    """
+    where = Path(path) / PIPELINE
+    try:
+        data = where.read_bytes()
+    except OSError as error:
+        raise InputError(f"{where}: cannot be read ({error.strerror})") from error
+    record = parse_object(data, str(where))
+    if record.get("format") != FORMAT or record.get("version") != VERSION:
+        raise InputError(
+            f"{where}: format={record.get('format')!r} version={record.get('version')!r} is not {FORMAT!r} {VERSION},"
+            " which this program reads: upgrade shardzoo, or convert the source again"
+        )
+    fail_if(_problems(record), f"{where}: is damaged")
+    return Pipeline(
+        path=Path(path),
+        kind=record["kind"],
+        layout=record["layout"],
+        components={name: Component(**one) for name, one in record["components"].items()},
+        files={name: FileEntry(**entry) for name, entry in record["files"].items()},
+        settings=record["settings"],
+    )
+
+
+def _problems(record: Mapping[str, Any]) -> list[str]:
+    kinds = {"kind": str, "layout": str, "components": dict, "files": dict, "settings": dict}
+    problems = [
+        f"{name} is not a {kind.__name__}" for name, kind in kinds.items() if type(record.get(name)) is not kind
+    ]
+    if problems:
+        return problems
+    for name, one in record["components"].items():
+        good = (
+            isinstance(one, dict) and set(one) == {"family", "place"} and all(isinstance(v, str) for v in one.values())
+        )
+        if not good or not is_below(name) or "/" in name:
+            problems.append(f"component {name!r} does not hold a family and a place")
+    for name, entry in record["files"].items():
+        good = isinstance(entry, dict) and set(entry) == {"size", "sha256"} and type(entry["size"]) is int
+        if not good or not isinstance(entry["sha256"], str) or not is_below(name):
+            problems.append(f"file {name!r} does not hold a size and a digest")
+    return problems
