@@ -341,9 +341,9 @@ def export(
             shutil.rmtree(parts)
         except OSError as error:
             raise storage_error(str(target), error, target.parent) from error
-    own = wanted == pipeline.layout
+    same = wanted == pipeline.layout
     reports = {
-        name: dataclasses.replace(report, destination=str(Path(dst, pipeline.components[name].place if own else name)))
+        name: dataclasses.replace(report, destination=str(Path(dst, pipeline.components[name].place if same else name)))
         for name, report in reports.items()
     }
     notes = [f"{name}: was there from an interrupted run" for name in names if name in done]
