@@ -87,6 +87,7 @@ FAMILIES = {
     "wan": "shardzoo.convert.families.wan",
     "t5": "shardzoo.convert.families.t5",
     "wan-vae": "shardzoo.convert.families.wan_vae",
+    "clip-vision": "shardzoo.convert.families.clip_vision",
 }
 
 

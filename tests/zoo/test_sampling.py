@@ -195,8 +195,11 @@ CONDITIONS = [
 ]
 
 
-@pytest.mark.parametrize("timestep", [np.array(731, np.float32), np.array([12.0, 731.0], np.float32)], ids=["scalar", "rows"])
+@pytest.mark.parametrize(
+    "timestep", [np.array(731, np.float32), np.array([12.0, 731.0], np.float32)], ids=["scalar", "rows"]
+)
 def test_guidance_in_one_call_and_in_two(timestep):
+    timestep = np.asarray(timestep)
     w, u = (np.asarray(velocity(VIDEO, timestep, c)) for c in CONDITIONS)
     for together in (False, True):
         f = jax.jit(guided(velocity, *CONDITIONS, 5.0, together=together))

@@ -1,0 +1,295 @@
+"""The image encoder of CLIP: a vision transformer that gives one of its hidden states (Wan: the last but one).
+
+Source: CLIPVisionModel of transformers 5, and the `visual` half of the Wan2.1 repository's CLIP, which is the same.
+`images.py` turns images into what it takes.
+
+Mesh axes: the batch over `data`, heads and mlp over the tensor axes; `pipe` must be 1. Tokens are few and odd in number
+(257), so that they are never split: every device of `context` computes the same. Shapes inside layers are one device's.
+The blocks are stacked and run by one `lax.scan`.
+"""
+
+import dataclasses
+from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from beartype import beartype
+from jax import P, lax
+from jax.sharding import AbstractMesh, Mesh
+from jaxtyping import Array, Float, jaxtyped
+
+from shardzoo.errors import InputError, fail_if
+from shardzoo.zoo import layout
+from shardzoo.zoo.attention import cross_attention
+from shardzoo.zoo.families import Family, register
+from shardzoo.zoo.layers import ColumnLinear, LayerNorm, Leaf, RowLinear, contract
+from shardzoo.zoo.layout import Param
+from shardzoo.zoo.mesh import CONTEXT, DATA, TP
+
+Host = Array | np.ndarray  # what the public functions take
+Activation = Literal["gelu", "quick_gelu"]
+Tree = TypeVar("Tree")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """Sizes and variants.
+
+    Attributes:
+        embed, mlp, layers, heads: sizes; embed divides by heads.
+        image, patch: height and width of images and of their patches, in pixels.
+        channels: of images.
+        activation: "gelu" (with the error function), or "quick_gelu", x * sigmoid(1.702 x), of OpenAI's models.
+        norm_eps: of every layer norm.
+    """
+
+    embed: int
+    mlp: int
+    layers: int
+    heads: int
+    image: int = 224
+    patch: int
+    channels: int = 3
+    activation: Activation = "gelu"
+    norm_eps: float = 1e-5
+
+    def __post_init__(self):
+        sizes = ("embed", "mlp", "layers", "heads", "image", "patch", "channels")
+        problems = [f"{n}={getattr(self, n)} is not at least 1: change it" for n in sizes if getattr(self, n) < 1]
+        if not problems and self.embed % self.heads:
+            problems.append(f"embed={self.embed} does not divide by heads={self.heads}: change one of them")
+        if not problems and self.image < self.patch:
+            problems.append(f"image={self.image} is smaller than patch={self.patch}: change one of them")
+        if self.activation not in ("gelu", "quick_gelu"):
+            problems.append(f"activation={self.activation!r} is unknown: use 'gelu' or 'quick_gelu'")
+        fail_if(problems, "clip_vision config")
+
+    @property
+    def grid(self) -> int:
+        """Patches along height and along width; what is left of an image at the right and the bottom is not seen."""
+        return self.image // self.patch
+
+    @property
+    def tokens(self) -> int:
+        return self.grid**2 + 1
+
+
+def quick_gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """x * sigmoid(1.702 x)."""
+    return x * jax.nn.sigmoid(1.702 * x)
+
+
+def patches(pixels: Float[Array, "batch channels height width"], size: int) -> Float[Array, "batch seq channels p q"]:
+    """Square patches of this size, row by row; each has the order of a convolution's weight."""
+    batch, channels, height, width = pixels.shape
+    rows, columns = height // size, width // size
+    cut = pixels[:, :, : rows * size, : columns * size].reshape(batch, channels, rows, size, columns, size)
+    return cut.transpose(0, 2, 4, 1, 3, 5).reshape(batch, rows * columns, channels, size, size)
+
+
+class Attention(eqx.Module):
+    """Attention of all tokens to all: x whole in embed, heads split; output whole again.
+
+    `qkv[B, S, 3, H_TP, D] = x[B, S, E] . W[3, H_TP, D, E] + b[3, H_TP, D]`;
+    `y[B, S, E] = psum_TP(o[B, S, H_TP, D] . Wo[E, H_TP, D]) + bo[E]`.
+    """
+
+    qkv: ColumnLinear
+    out: RowLinear
+
+    @classmethod
+    def declare(cls, c: Config) -> "Attention":
+        heads = (c.heads, c.embed // c.heads)
+        return cls(
+            qkv=ColumnLinear(
+                Param("block heads head_dim embed", (3, *heads, c.embed), {"heads": TP}),
+                Param("block heads head_dim", (3, *heads), {"heads": TP}),
+            ),
+            out=RowLinear(Param("embed heads head_dim", (c.embed, *heads), {"heads": TP}), Param("embed", (c.embed,))),
+        )
+
+    def __call__(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
+        qkv = self.qkv(x)
+        return self.out(cross_attention(qkv[:, :, 0], qkv[:, :, 1:]))
+
+
+class Mlp(eqx.Module):
+    """y = down(activation(up x)), both with biases; x and y whole, the mlp dim split over the tensor axes."""
+
+    up: ColumnLinear
+    down: RowLinear
+    activation: Activation = eqx.field(static=True)
+
+    @classmethod
+    def declare(cls, c: Config) -> "Mlp":
+        return cls(
+            up=ColumnLinear(Param("mlp embed", (c.mlp, c.embed), {"mlp": TP}), Param("mlp", (c.mlp,), {"mlp": TP})),
+            down=RowLinear(Param("embed mlp", (c.embed, c.mlp), {"mlp": TP}), Param("embed", (c.embed,))),
+            activation=c.activation,
+        )
+
+    def __call__(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
+        up = self.up(x)
+        return self.down(quick_gelu(up) if self.activation == "quick_gelu" else jax.nn.gelu(up, approximate=False))
+
+
+def _norm(c: Config) -> LayerNorm:
+    return LayerNorm(Param("embed", (c.embed,)), Param("embed", (c.embed,)), eps=c.norm_eps)
+
+
+class Block(eqx.Module):
+    """One layer: attention and MLP, each after a norm and added to the stream.
+
+    Collectives: two all-reduces over the tensor axes.
+    """
+
+    attn_norm: LayerNorm
+    attn: Attention
+    mlp_norm: LayerNorm
+    mlp: Mlp
+
+    @classmethod
+    def declare(cls, c: Config) -> "Block":
+        return cls(attn_norm=_norm(c), attn=Attention.declare(c), mlp_norm=_norm(c), mlp=Mlp.declare(c))
+
+    def __call__(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
+        x = x + self.attn(self.attn_norm(x))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Patches(eqx.Module):
+    """Images to tokens: a class token, then each patch projected, positions added, normed. Nothing split."""
+
+    weight: Float[Leaf, "embed channels height width"]
+    first: Float[Leaf, " embed"]
+    positions: Float[Leaf, "seq embed"]
+    norm: LayerNorm
+
+    @classmethod
+    def declare(cls, c: Config) -> "Patches":
+        return cls(
+            weight=Param("embed channels height width", (c.embed, c.channels, c.patch, c.patch)),
+            first=Param("embed", (c.embed,)),
+            positions=Param("seq embed", (c.tokens, c.embed)),
+            norm=_norm(c),
+        )
+
+    def __call__(self, pixels: Float[Array, "batch channels height width"]) -> Float[Array, "batch seq embed"]:
+        x = contract(patches(pixels, self.weight.shape[-1]), self.weight, inputs=3)
+        first = jnp.broadcast_to(self.first.astype(x.dtype), (x.shape[0], 1, x.shape[2]))
+        return self.norm(jnp.concatenate([first, x], axis=1) + self.positions.astype(x.dtype))
+
+
+class Encoder(eqx.Module):
+    """Patches, stacked blocks, and the norm of the class token after the last of them."""
+
+    patches: Patches
+    blocks: Block
+    norm: LayerNorm
+    config: Config = eqx.field(static=True)
+
+    @classmethod
+    def declare(cls, c: Config) -> "Encoder":
+        return cls(patches=Patches.declare(c), blocks=layout.stack(Block.declare(c), c.layers), norm=_norm(c), config=c)
+
+
+def declare(config: Config, dtype: Any = np.float32) -> Encoder:
+    """The declared encoder with every weight in `dtype`."""
+    return layout.astype(Encoder.declare(config), dtype)
+
+
+@runtime_checkable
+class Forward(Protocol):
+    """See `forward`."""
+
+    def __call__(
+        self, model: Encoder, pixels: Float[Host, "batch channels height width"]
+    ) -> Float[Array, "batch *tokens embed"]: ...
+
+
+def forward(
+    declared: Encoder,
+    mesh: Mesh | AbstractMesh,
+    *,
+    hidden_state: int | Literal["pooled"] = -2,
+    dtype: Any = None,
+) -> Forward:
+    """The pure function `f(model, pixels)`: jit it, or call it inside a jitted function.
+
+    Pixels are [batch, channels, image, image], normed as `images.py` does it. The result is [batch, seq, embed], split
+    like the batch over `data` and the same along `context`. Any batch will do: it is padded to what the mesh needs, and
+    the result is cut back.
+
+    Args:
+        hidden_state: which one, counted as transformers does: 0 the normed tokens, i the stream after block i, -1 after
+            the last, with no norm. Later blocks are not run. "pooled" is the class token after the last block, normed,
+            [batch, embed].
+        dtype: of the activations; None is that of the weights.
+
+    Raises:
+        InputError: the mesh does not fit the declaration; no such hidden state; from f, images of another size.
+    """
+    layout.audit(declared, mesh)
+    config = declared.config
+    last = config.layers if hidden_state == "pooled" else hidden_state
+    if not -config.layers - 1 <= last <= config.layers:
+        raise InputError(
+            f"clip_vision.forward: hidden_state={hidden_state} is not one of the {config.layers + 1}:"
+            f" use {-config.layers - 1} to {config.layers}"
+        )
+    layers = last if last >= 0 else config.layers + 1 + last
+    dtype = None if dtype is None else jnp.dtype(dtype)
+    shard = jax.shard_map(
+        lambda model, pixels: _forward(model, declared, pixels, layers, hidden_state == "pooled", dtype),
+        mesh=mesh,
+        in_specs=(layout.specs(declared), P(DATA)),
+        out_specs=P(DATA),
+        check_vma=True,
+    )
+
+    @jaxtyped(typechecker=beartype)
+    def f(model: Encoder, pixels: Float[Host, "batch channels height width"]) -> Float[Array, "batch *tokens embed"]:
+        batch, *size = pixels.shape
+        wanted = [config.channels, config.image, config.image]
+        if size != wanted:
+            raise InputError(f"clip_vision.forward: images of {size} where the model takes {wanted}: resize them")
+        padded = jnp.pad(jnp.asarray(pixels), ((0, -batch % mesh.shape[DATA]), (0, 0), (0, 0), (0, 0)))
+        return shard(model, padded)[:batch]
+
+    return f
+
+
+def _forward(
+    model: Encoder,
+    declared: Encoder,
+    pixels: Float[Array, "batch channels height width"],
+    layers: int,
+    pooled: bool,
+    dtype: jnp.dtype | None,
+) -> Float[Array, "batch *tokens embed"]:
+    """One device's share of the batch after this many blocks."""
+    patches = _gather(model.patches, declared.patches)
+    x = patches(pixels.astype(patches.weight.dtype if dtype is None else dtype))
+
+    def body(x, block):
+        return _gather(block, declared.blocks)(x), None
+
+    x, _ = lax.scan(body, x, jax.tree.map(lambda w: w[:layers], model.blocks))
+    return _gather(model.norm, declared.norm)(x[:, 0]) if pooled else x
+
+
+def _gather(live: Tree, declared: Tree) -> Tree:
+    """Weights gathered from a split at rest: they act on what differs along `data` and is the same along `context`."""
+    for axis, to in ((DATA, "varying"), (CONTEXT, "invarying")):
+        split = jax.tree.map(
+            lambda p, axis=axis: dataclasses.replace(p, rest={d: a for d, a in p.rest.items() if a == axis}), declared
+        )
+        live = layout.gather_at_rest(live, split, to=to)
+    return live
+
+
+PRESETS = {"vit-h-14": Config(embed=1280, mlp=5120, layers=32, heads=16, patch=14)}
+
+register(Family(name="clip-vision", config=Config, declare=declare, presets=PRESETS))
