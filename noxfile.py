@@ -68,5 +68,5 @@ def check_types(session: nox.Session) -> None:
 
 def install_tests(session: nox.Session) -> None:
     groups = nox.project.dependency_groups(nox.project.load_toml(), "test")
-    session.install("-e", ".[text,hub]", *groups)
+    session.install("-e", ".[text,hub,media]", *groups)
     install_weights(session)

@@ -280,24 +280,67 @@ def export(
     )
 
 
+TEXT_OPTIONS = {"system", "raw", "max_new_tokens", "temperature", "top_k", "top_p"}
+VIDEO_OPTIONS = {
+    *("negative", "image", "last_image", "height", "width", "frames", "steps", "guidance", "shift", "fps"),
+    *("out", "overwrite"),
+}
+
+
 @app.command(epilog=EPILOG)
 def generate(
+    ctx: typer.Context,
     checkpoint: Checkpoint,
     prompt: Annotated[
         list[str] | None,
-        typer.Option(help="Prompt; several make one batch. Read from standard input if not given.", show_default=False),
+        typer.Option(
+            help="Prompt; of a language model several make one batch. Read from standard input if not given.",
+            show_default=False,
+        ),
     ] = None,
-    system: Annotated[str | None, typer.Option(help="System message of the chat.", show_default=False)] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Continue the bare text: no chat template.")] = False,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest reply, in tokens.")] = 128,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")] = 0.0,
-    top_k: Annotated[int | None, typer.Option(min=1, help="Sample among the k likeliest.", show_default=False)] = None,
+    system: Annotated[str | None, typer.Option(help="Text: system message of the chat.", show_default=False)] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Text: continue the bare text, no chat template.")] = False,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Text: longest reply, in tokens.")] = 128,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Text: 0 takes the likeliest token.")] = 0.0,
+    top_k: Annotated[
+        int | None, typer.Option(min=1, help="Text: sample among the k likeliest.", show_default=False)
+    ] = None,
     top_p: Annotated[
         float | None,
         typer.Option(
-            min=0.0, max=1.0, help="Sample among the likeliest of this total probability.", show_default=False
+            min=0.0, max=1.0, help="Text: sample among the likeliest of this total probability.", show_default=False
         ),
     ] = None,
+    negative: Annotated[str, typer.Option(help="Video: what guidance leads away from.")] = "",
+    image: Annotated[
+        Path | None,
+        typer.Option(help="Video: picture to start with; scaled and cut to the size.", show_default=False),
+    ] = None,
+    last_image: Annotated[Path | None, typer.Option(help="Video: picture to end with.", show_default=False)] = None,
+    height: Annotated[int | None, typer.Option(help="Video: in pixels.", show_default="480 or 704")] = None,
+    width: Annotated[int | None, typer.Option(help="Video: in pixels.", show_default="832 or 1280")] = None,
+    frames: Annotated[
+        int | None, typer.Option(help="Video: how many, 1 more than a multiple of 4.", show_default="81 or 121")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Video: steps of the sampler.")] = 50,
+    guidance: Annotated[
+        list[float] | None,
+        typer.Option(
+            help="Video: scale of the guidance; twice for models of two experts, high noise first.", show_default="5.0"
+        ),
+    ] = None,
+    shift: Annotated[
+        float | None,
+        typer.Option(help="Video: shift of the noise levels, if not the pipeline's own.", show_default=False),
+    ] = None,
+    fps: Annotated[int | None, typer.Option(min=1, help="Video: frames a second.", show_default="16 or 24")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Video: FILE.mp4, or a folder for PNG files.", show_default=False),
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Video: replace --out, once the new one is made.")
+    ] = False,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
     dtype: Annotated[
         Any,
@@ -308,11 +351,37 @@ def generate(
     mesh: Annotated[Any, typer.Option(parser=options.parse_mesh, metavar="MESH", help=MESH_HELP)] = "one",
     json: Json = False,
 ) -> None:
-    """Restore a language model onto a mesh and let it reply to a prompt.
+    """Restore a language model onto a mesh and let it reply to a prompt, or a pipeline and let it make a video.
 
-    On a machine without accelerators the command makes as many CPU devices as the mesh needs.
+    Of a pipeline one component at a time is on the devices. On a machine without accelerators the command makes as
+    many CPU devices as the mesh needs.
     """
     commands = _commands()
+    given = {name for name in ctx.params if getattr(ctx.get_parameter_source(name), "name", "") == "COMMANDLINE"}
+    if commands.makes_videos(checkpoint):
+        commands.refuse_options(checkpoint, "makes videos", given & TEXT_OPTIONS)
+        commands.generate_video(
+            checkpoint,
+            commands.prompts(prompt),
+            negative=negative,
+            image=image,
+            last_image=last_image,
+            height=height,
+            width=width,
+            frames=frames,
+            steps=steps,
+            guidance=tuple(guidance or (5.0,)),
+            shift=shift,
+            fps=fps,
+            out=out,
+            overwrite=overwrite,
+            seed=seed,
+            dtype=dtype,
+            degrees=mesh,
+            json=json,
+        )
+        return
+    commands.refuse_options(checkpoint, "is no pipeline of videos", given & VIDEO_OPTIONS)
     options = commands.ReplyOptions(
         max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
     )

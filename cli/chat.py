@@ -65,7 +65,7 @@ def read_text_assets(assets: Mapping[str, Path], origin: str) -> Text:
     Raises:
         InputError: no tokenizer.json among them; a file that is not JSON; the packages of the extra `text` are missing.
     """
-    _need_packages()
+    need_packages("tokenizers", "jinja2")
     import tokenizers
 
     files = {PurePosixPath(name).name: path for name, path in assets.items()}
@@ -86,8 +86,13 @@ def read_text_assets(assets: Mapping[str, Path], origin: str) -> Text:
     return Text(tokenizer=tokenizer, template=template, special=special, end_ids=end_ids)
 
 
-def _need_packages() -> None:
-    missing = [name for name in ("tokenizers", "jinja2") if importlib.util.find_spec(name) is None]
+def need_packages(*names: str) -> None:
+    """Refuses to start without packages of the extra `text`.
+
+    Raises:
+        InputError: what to install.
+    """
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
         raise InputError(f"generate needs {' and '.join(missing)}: pip install 'shardzoo[text]'")
 

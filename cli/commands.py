@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from shardzoo.checkpoints.pipeline import is_pipeline
 from shardzoo.cli import audit as judging
 from shardzoo.cli import reports, targets
 from shardzoo.cli.interrupts import uninterrupted
@@ -353,6 +354,51 @@ def _check_request(engine: Any, declared: Any, ids: list[list[int]], options: Re
 
     Sampling(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
     engine.check_prompts(declared.config, ids, options.max_new_tokens)
+
+
+def makes_videos(checkpoint: Path) -> bool:
+    """Whether generate makes a video of this: of a pipeline, not of a checkpoint."""
+    return is_pipeline(checkpoint)
+
+
+def refuse_options(checkpoint: Path, what: str, given: set[str]) -> None:
+    """Refuses options that are for checkpoints of another kind."""
+    if given:
+        named = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(given))
+        raise InputError(f"{checkpoint}: {what}, and {named} would be for the other kind: leave them out")
+
+
+def generate_video(
+    checkpoint: Path,
+    texts: list[str],
+    *,
+    out: Path | None,
+    dtype: np.dtype | None,
+    degrees: Degrees,
+    json: bool,
+    **options: Any,
+) -> None:
+    """Makes a video by a pipeline and says where it is."""
+    with uninterrupted():
+        from shardzoo.checkpoints.pipeline import open_pipeline
+        from shardzoo.cli import video
+
+    if len(texts) > 1:
+        raise InputError(f"generate: {len(texts)} prompts were given, and a video is made of one: give one")
+    if out is None:
+        raise InputError("generate: no output was given: pass --out FILE.mp4, or --out FOLDER for PNG files")
+    wanted = video.VideoOptions(out=out, **options)
+    with _room_named(checkpoint, degrees), progress_bar("sampling", steps=True) as progress:
+        made = video.generate(
+            open_pipeline(checkpoint), texts[0], wanted, dtype=dtype, degrees=degrees, on_step=progress
+        )
+    if json:
+        say_json(made.to_json())
+        return
+    say(f"{made.out}: {made.frames} frames of {made.height} x {made.width}")
+    if sys.stderr.isatty():
+        parts = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in made.seconds.items())
+        note(f"(on {made.mesh}; {parts})")
 
 
 @contextlib.contextmanager

@@ -11,7 +11,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    ProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.progress import Progress as Bar
 from rich.table import Table
 
@@ -81,13 +89,19 @@ def count_text(count: int) -> str:
 
 
 @contextlib.contextmanager
-def progress_bar(title: str) -> Iterator[Progress | None]:
-    """The callback that draws a bar called `title`; None where nobody watches (standard error is not a terminal)."""
+def progress_bar(title: str, *, steps: bool = False) -> Iterator[Progress | None]:
+    """The callback that draws a bar called `title`, of bytes or of `steps`.
+
+    None where nobody watches (standard error is not a terminal).
+    """
     console = error_console()
     if not console.is_terminal:
         yield None
         return
-    columns = [TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn()]
+    counts: list[ProgressColumn] = (
+        [MofNCompleteColumn()] if steps else [DownloadColumn(binary_units=True), TransferSpeedColumn()]
+    )
+    columns = [TextColumn("{task.description}"), BarColumn(), *counts]
     columns += [TimeRemainingColumn(), TextColumn("{task.fields[what]}")][: 2 if console.width >= WIDE else 1]
     bar = Bar(*columns, console=console, transient=True)
     begin, task = time.monotonic(), bar.add_task(title, start=True, total=None, what="")

@@ -4,6 +4,7 @@ Weights are harsh: no bias is zero, no norm is one, no table is small.
 """
 
 import json
+import types
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,12 @@ import diffusers
 import safetensors.torch
 import torch
 import transformers
+from diffusers.pipelines.wan import pipeline_wan_i2v
 
 from shardzoo.zoo import wan_vae
+
+# The image pipeline calls ftfy without asking whether it is there; on plain English it changes nothing.
+pipeline_wan_i2v.ftfy = types.SimpleNamespace(fix_text=lambda text: text)
 
 SENTENCE = "a red fox jumps over the lazy dog in snow while it rains and nobody looks blurry"
 TEXT = 32
@@ -111,8 +116,10 @@ def components(kind: str) -> dict[str, Any]:
     if kind in ("i2v", "flf2v", "i2v-a14b"):
         config = transformers.CLIPVisionConfig(**CLIP)
         made["image_encoder"] = harsh(transformers.CLIPVisionModel(config), 5) if clip else None
-        size = {"height": CLIP["image_size"], "width": CLIP["image_size"]}
-        processor = transformers.CLIPImageProcessor(size=size, do_center_crop=False)
+        side = CLIP["image_size"]
+        processor = transformers.CLIPImageProcessor(
+            size={"shortest_edge": side}, crop_size={"height": side, "width": side}
+        )
         made["image_processor"] = processor if clip else None
     return made
 
@@ -122,6 +129,15 @@ def pipeline(kind: str) -> diffusers.DiffusionPipeline:
     made = components(kind)
     cls = diffusers.WanImageToVideoPipeline if "image_encoder" in made else diffusers.WanPipeline
     return cls(**made, **KINDS[kind][-1])
+
+
+def as_image_to_video(made: diffusers.DiffusionPipeline) -> diffusers.DiffusionPipeline:
+    """The same components in the pipeline that takes a first image ("ti2v")."""
+    names = ("tokenizer", "text_encoder", "vae", "scheduler", "transformer")
+    parts = {name: getattr(made, name) for name in names}
+    other = diffusers.WanImageToVideoPipeline(**parts, expand_timesteps=True)
+    other.set_progress_bar_config(disable=True)
+    return other
 
 
 def save(kind: str, folder: Path) -> Path:

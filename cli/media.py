@@ -1,0 +1,140 @@
+"""Pictures in, videos and pictures out, by the packages of the extra `media`."""
+
+import contextlib
+import importlib.util
+import os
+import shutil
+import subprocess
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from shardzoo.errors import InputError
+
+VIDEO = ".mp4"
+
+
+def need_packages(*names: str) -> None:
+    """Refuses to start where a package is missing that the end of the work needs.
+
+    Raises:
+        InputError: what to install.
+    """
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    if missing:
+        raise InputError(f"generate needs {' and '.join(missing)}: pip install 'shardzoo[media]'")
+
+
+def read_picture(path: Path, height: int, width: int) -> np.ndarray:
+    """A picture as bytes [height, width, 3]: scaled until it covers that size, and the middle cut out.
+
+    Raises:
+        InputError: it cannot be read.
+    """
+    need_packages("PIL")
+    import PIL.Image
+    import PIL.ImageOps
+
+    try:
+        with PIL.Image.open(path) as opened:
+            picture = PIL.ImageOps.exif_transpose(opened).convert("RGB")
+    except (OSError, ValueError, SyntaxError, PIL.Image.DecompressionBombError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else "it is no picture"
+        raise InputError(f"{path}: cannot be read as a picture ({reason}): give a PNG or JPEG file") from error
+    if picture.size == (width, height):
+        return np.asarray(picture)
+    return np.asarray(PIL.ImageOps.fit(picture, (width, height), PIL.Image.Resampling.LANCZOS))
+
+
+def check_output(path: Path, *, overwrite: bool) -> None:
+    """Refuses an output that cannot be written, before any work is done.
+
+    Raises:
+        InputError: it exists, has no folder to lie in, or needs packages that are missing.
+    """
+    need_packages(*(("imageio_ffmpeg",) if path.suffix == VIDEO else ("PIL",)))
+    if path.suffix not in (VIDEO, ""):
+        raise InputError(f"{path}: is neither a {VIDEO} file nor the name of a folder for PNG files: change it")
+    if not path.parent.is_dir():
+        raise InputError(f"{path}: there is no folder {path.parent}: make it, or choose another output")
+    if os.path.lexists(path) and not (overwrite and _ours(path)):
+        hint = "pass --overwrite" if _ours(path) else "remove it"
+        raise InputError(f"{path}: exists already: {hint}, or choose another output")
+
+
+def _ours(path: Path) -> bool:
+    """Whether this is what an earlier run may have written: a file, or a folder of pictures alone."""
+    if path.suffix == VIDEO:
+        return path.is_file()
+    return path.is_dir() and all(entry.suffix == ".png" for entry in path.iterdir())
+
+
+def write_frames(path: Path, pieces: Iterable[np.ndarray], fps: int) -> int:
+    """Writes frames [n, height, width, 3] as they come, to a video or a folder of pictures; how many there were.
+
+    What is at `path` is replaced once all are written; on an error nothing is left.
+    """
+    part = path.with_name(f".{path.stem}.part{path.suffix}")
+    _remove(part)
+    try:
+        count = _write_video(part, pieces, fps) if path.suffix == VIDEO else _write_pictures(part, pieces)
+        if path.suffix != VIDEO:
+            _remove(path)
+        os.replace(part, path)
+    finally:
+        _remove(part)
+    return count
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _write_video(path: Path, pieces: Iterable[np.ndarray], fps: int) -> int:
+    """H.264 of high quality. The process is started here: as imageio starts it, a fork would run through JAX's threads.
+
+    Raises:
+        InputError: the encoder failed; with what it said.
+    """
+    count, encoder = 0, None
+    try:
+        for frame in _each(pieces):
+            if encoder is None:
+                encoder = _encoder(path, frame.shape, fps)
+            assert encoder.stdin is not None
+            encoder.stdin.write(np.ascontiguousarray(frame).data)
+            count += 1
+    except BrokenPipeError:
+        pass  # it says why below
+    finally:
+        said = b"" if encoder is None else encoder.communicate()[1]
+    if encoder is not None and encoder.returncode:
+        raise InputError(f"{path}: the video cannot be written ({said.decode(errors='replace').strip()[-300:]})")
+    return count
+
+
+def _encoder(path: Path, shape: tuple[int, ...], fps: int) -> subprocess.Popen[bytes]:
+    import imageio_ffmpeg
+
+    given = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{shape[1]}x{shape[0]}", "-r", str(fps), "-i", "-"]
+    wanted = ["-an", "-c:v", "libx264", "-crf", "16", "-pix_fmt", "yuv420p", str(path.absolute())]
+    command = [imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", "-y", *given, *wanted]
+    # In a process group of its own, Ctrl-C ends our work first and then this.
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, process_group=0)
+
+
+def _write_pictures(folder: Path, pieces: Iterable[np.ndarray]) -> int:
+    import PIL.Image
+
+    folder.mkdir()
+    count = 0
+    for frame in _each(pieces):
+        PIL.Image.fromarray(frame).save(folder / f"{count:05d}.png")
+        count += 1
+    return count
+
+
+def _each(pieces: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
+    return (frame for piece in pieces for frame in piece)
