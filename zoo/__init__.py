@@ -4,7 +4,7 @@ mesh = zoo.make_mesh(context=2, tensor=3)
 f = zoo.decoder.forward(declared, mesh)
 """
 
-from shardzoo.zoo import clip_vision, decoder, sampling, t5, wan, wan_vae
+from shardzoo.zoo import clip_vision, decoder, sampling, t5, wan, wan_pipeline, wan_vae
 from shardzoo.zoo.families import FAMILIES, find_family, find_preset
 from shardzoo.zoo.mesh import Degrees, make_mesh
 
@@ -19,5 +19,6 @@ __all__ = [
     "sampling",
     "t5",
     "wan",
+    "wan_pipeline",
     "wan_vae",
 ]
