@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import tensorstore as ts
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jaxtyping import Array, Shaped
 
 from shardzoo.checkpoints import distributed, store, sums
@@ -24,7 +24,7 @@ from shardzoo.checkpoints.checkpoint import open as open_checkpoint
 from shardzoo.checkpoints.grid import Block
 from shardzoo.checkpoints.manifest import Leaf
 from shardzoo.errors import InputError, fail_if
-from shardzoo.zoo.layout import Param, audit, fill, named
+from shardzoo.zoo.layout import HOST, Param, audit, fill, named
 
 BUDGET = 512 << 20  # bytes read and not yet on a device
 PIECE = 64 << 20  # bytes of one read: a larger shard goes to an accelerator piece by piece
@@ -73,7 +73,7 @@ def restore(
     problem, live = None, {}
     with jax.set_mesh(None):  # work on single devices is refused under the caller's mesh
         try:
-            live = _read_leaves(ckpt, {p: NamedSharding(mesh, q.spec) for p, q in chosen.items()}, read_as, budget)
+            live = _read_leaves(ckpt, {p: q.sharding(mesh) for p, q in chosen.items()}, read_as, budget)
         except InputError as error:
             problem = str(error)
         distributed.agree(f"restore {ckpt.path}", problem, timeout=timeout)
@@ -138,13 +138,20 @@ def _check_wide(dtypes: Mapping[str, np.dtype]) -> None:
 
 @dc.dataclass(frozen=True)
 class _Job:
-    """One block that devices of this process hold; `cuts` are the sizes of files in each dim, `at` its ranges."""
+    """One block that devices of this process hold, or their host for them.
+
+    `at` are its ranges, `cuts` the sizes of files in each dim, `memory` is the kind that the devices hold it in.
+    """
 
     path: str
     at: Block
     cuts: tuple[int, ...]
     devices: tuple[jax.Device, ...]
+    memory: str | None
     nbytes: int
+
+    def put(self, host: Shaped[np.ndarray, "..."], device: jax.Device) -> Array:
+        return jax.device_put(host, SingleDeviceSharding(device, memory_kind=self.memory))
 
 
 @dc.dataclass(frozen=True)
@@ -201,7 +208,8 @@ def _jobs(ckpt: Checkpoint, shardings: Mapping[str, NamedSharding], dtypes: Mapp
             holders.setdefault(at, []).append(device)
         for at, devices in holders.items():
             size = math.prod(b - a for a, b in at) * max(dtypes[path].itemsize, ckpt.leaf(path).spec.dtype.itemsize)
-            yield _Job(path, tuple(slice(*r) for r in at), ckpt.leaf(path).grid.outer, tuple(devices), size)
+            cuts, memory = ckpt.leaf(path).grid.outer, sharding.memory_kind
+            yield _Job(path, tuple(slice(*r) for r in at), cuts, tuple(devices), memory, size)
 
 
 def _source(ckpt: Checkpoint, job: _Job, dtype: np.dtype, ctx: ts.Context) -> ts.TensorStore:
@@ -235,7 +243,7 @@ def _read(source: ts.TensorStore, cuts: tuple[int, ...]) -> _Reading:
 
 def _goes_in_pieces(job: _Job) -> bool:
     """Whether the block is large and its devices have memory of their own: it then passes the host in pieces."""
-    return job.nbytes > PIECE and not _shares_host_memory(job.devices)
+    return job.nbytes > PIECE and job.memory != HOST and not _shares_host_memory(job.devices)
 
 
 def _shares_host_memory(devices: Iterable[jax.Device]) -> bool:
@@ -250,7 +258,7 @@ def _place(job: _Job, source: ts.TensorStore, reading: _Reading | None) -> dict[
         host = reading.result()
     except (ValueError, OSError) as error:
         raise damage(job.path, error) from error
-    placed = {device: jax.device_put(host, device) for device in job.devices}
+    placed = {device: job.put(host, device) for device in job.devices}
     jax.block_until_ready(list(placed.values()))
     return placed
 
@@ -284,7 +292,10 @@ def _cast(leaf: Array, dtype: np.dtype) -> Array:
     """The leaf in another dtype, each shard on its own device."""
     if leaf.dtype == dtype:
         return leaf
-    shards = [s.data.astype(dtype) for s in leaf.addressable_shards]
+    if leaf.sharding.memory_kind == HOST:
+        shards = [jax.device_put(np.asarray(s.data).astype(dtype), s.data.sharding) for s in leaf.addressable_shards]
+    else:
+        shards = [s.data.astype(dtype) for s in leaf.addressable_shards]
     return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards)
 
 

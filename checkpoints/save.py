@@ -33,7 +33,7 @@ from shardzoo.checkpoints.writer import (
 )
 from shardzoo.errors import InputError, fail_if
 from shardzoo.zoo.families import FAMILIES, config_to_json
-from shardzoo.zoo.layout import named
+from shardzoo.zoo.layout import HOST, named
 
 
 def save(
@@ -227,11 +227,11 @@ def _gather(leaf: Array, at: Block) -> Shaped[np.ndarray, "..."]:
 
 
 def _to_host(data: Array, at: Block) -> Shaped[np.ndarray, "..."]:
-    """Part of one shard: a view of its memory on the CPU, else a copy of that part alone.
+    """Part of one shard: a view of its memory on the CPU and in host memory, else a copy of that part alone.
 
     JAX keeps the host copy of an array for as long as the array lives, so whole shards are never asked for.
     """
-    if next(iter(data.devices())).platform == "cpu":
+    if next(iter(data.devices())).platform == "cpu" or data.sharding.memory_kind == HOST:
         return np.asarray(data)[at] if at else np.asarray(data)
     sizes = tuple(s.stop - s.start for s in at)
     return np.asarray(_slice(data, np.array([s.start for s in at], np.int32), sizes=sizes))

@@ -8,12 +8,15 @@ Sums of disjoint blocks add up, whoever takes them: numpy while writing, or a de
 
 import functools
 import math
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from jaxtyping import Array, Shaped, UInt, UInt32
+
+from shardzoo.zoo.layout import HOST
 
 SEEDS = ((0x9E3779B1, 0x85EBCA77), (0xC2B2AE3D, 0x27D4EB2F))  # (row, column) weights of the two sums
 TAIL = 128  # columns: at least this many where the leaf has them
@@ -122,7 +125,11 @@ def of_array(leaf: Array) -> Sums:
     Computed under jit on the device that holds each shard; nothing but the two sums leaves it.
     """
     mine = [s for s in leaf.addressable_shards if s.replica_id == 0 and s.data.size]
-    pending = [_of_shard(s.data, _start(s.index, leaf.ndim), shape=leaf.shape) for s in mine]
+    pending = [
+        _of_shard(part, start, shape=leaf.shape)
+        for s in mine
+        for part, start in _on_device(s.data, _start(s.index, leaf.ndim))
+    ]
     total = (0, 0)
     for sums in pending:
         first, second = np.asarray(sums)
@@ -132,6 +139,20 @@ def of_array(leaf: Array) -> Sums:
 
 def _start(index: tuple[slice, ...], ndim: int) -> UInt32[np.ndarray, " ndim"]:
     return np.array([s.start or 0 for s in index], np.uint32).reshape(ndim)
+
+
+def _on_device(
+    shard: Shaped[Array, "..."], start: UInt32[np.ndarray, " ndim"]
+) -> Iterator[tuple[Shaped[Array, "..."], UInt32[np.ndarray, " ndim"]]]:
+    """A shard and where it begins; one in host memory comes to its device in parts, as it may not have room for all."""
+    if shard.sharding.memory_kind != HOST or shard.ndim == 0:
+        yield shard, start
+        return
+    host = np.asarray(shard)
+    for row in range(host.shape[0]):
+        first = start.copy()
+        first[0] += np.uint32(row)
+        yield jax.device_put(host[row : row + 1], next(iter(shard.devices()))), first
 
 
 @functools.partial(jax.jit, static_argnames="shape")

@@ -15,7 +15,7 @@ collective, and every other part of the project takes it from here.
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import jax
 import numpy as np
@@ -28,6 +28,7 @@ from shardzoo.zoo.mesh import KV, PIPE, REP, Degrees, kv_problem
 
 FLOAT32 = np.dtype("float32")
 LAYER = "layer"  # the leading dim of stacked blocks
+HOST = "pinned_host"  # JAX's name of host memory that devices read by themselves
 Tree = TypeVar("Tree")
 Axes = str | tuple[str, ...]
 
@@ -46,6 +47,7 @@ class Param:
         split: dim -> mesh axis or axes that split it while it is used.
         dtype: storage dtype.
         rest: dim -> mesh axis that splits it further while it is not used (`split_at_rest`).
+        memory: where it lies while it is not used: the devices' own memory, or that of their host (`keep_on_host`).
     """
 
     dims: str
@@ -53,6 +55,7 @@ class Param:
     split: Mapping[str, Axes] = dataclasses.field(default_factory=dict)
     dtype: np.dtype = FLOAT32
     rest: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    memory: Literal["device", "host"] = "device"
 
     def __post_init__(self):
         names = self.names
@@ -88,6 +91,10 @@ class Param:
     def spec(self) -> PartitionSpec:
         return PartitionSpec(*(self.axes(dim) or None for dim in self.names))
 
+    def sharding(self, mesh: Mesh | AbstractMesh) -> NamedSharding:
+        """How it lies on `mesh` while it is not used."""
+        return NamedSharding(mesh, self.spec, memory_kind=HOST if self.memory == "host" else None)
+
 
 def specs(declared: Tree) -> Tree:
     """The `PartitionSpec` of each leaf: the `in_specs` of a `shard_map` over a live module."""
@@ -97,9 +104,7 @@ def specs(declared: Tree) -> Tree:
 def abstract(declared: Tree, mesh: Mesh | AbstractMesh, dtype: Any = None) -> Tree:
     """The abstract filling on `mesh`; `dtype` replaces the declared dtype of every floating-point leaf."""
     declared = declared if dtype is None else astype(declared, dtype)
-    return jax.tree.map(
-        lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=NamedSharding(mesh, p.spec)), declared
-    )
+    return jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=p.sharding(mesh)), declared)
 
 
 def named(declared: Any) -> dict[str, Any]:
@@ -130,7 +135,7 @@ def place(declared: Tree, mesh: Mesh, values: Tree) -> Tree:
     def one(param: Param, value: Any) -> Array:
         if tuple(value.shape) != param.shape:
             raise InputError(f"place: {param.dims} has shape {value.shape}, declared {param.shape}: pass that shape")
-        host, sharding = np.asarray(value), NamedSharding(mesh, param.spec)
+        host, sharding = np.asarray(value), param.sharding(mesh)
         return jax.make_array_from_callback(param.shape, sharding, lambda index: host[index])
 
     return jax.tree.map(one, declared, values)
@@ -179,14 +184,29 @@ def split_at_rest(declared: Tree, axis: str, degrees: Degrees, *, smallest: int 
     return _each(declared, one)
 
 
+def keep_on_host(declared: Tree, *, smallest: int = 2**16) -> Tree:
+    """The declaration with each large leaf of the stacked blocks kept in host memory while it is not in use.
+
+    For weights larger than the devices: a block comes to its device when the scan reaches it (`gather_at_rest`), and
+    the next one is under way meanwhile where the compiler overlaps the two. Leaves below `smallest` elements stay.
+    """
+
+    def one(p: Param) -> Param:
+        moves = LAYER in p.names and math.prod(p.shape) >= smallest
+        return dataclasses.replace(p, memory="host") if moves else p
+
+    return _each(declared, one)
+
+
 def gather_at_rest(live: Tree, declared: Tree, *, to: str = "varying") -> Tree:
-    """The leaves as their layers use them: all-gathered over the axes that only split them at rest.
+    """The leaves as their layers use them: on the device, all-gathered over the axes that only split them at rest.
 
     `declared` may still have the `layer` dim that a scan has taken off `live`. `to="invarying"` makes the result known
     to be equal on these axes, for activations that are too (a decode step); the gradient is scattered for "varying".
     """
 
     def one(param: Param, value: Array) -> Array:
+        value = jax.device_put(value, jax.memory.Space.Device) if param.memory == "host" else value
         names = param.names[param.ndim - value.ndim :]
         for dim, axis in param.rest.items():
             value = lax.all_gather(value, axis, axis=names.index(dim), tiled=True, to=to)

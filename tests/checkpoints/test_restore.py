@@ -14,7 +14,7 @@ from shardzoo import checkpoints
 from shardzoo.checkpoints import restore as restore_function
 from shardzoo.errors import InputError
 from shardzoo.zoo import families
-from shardzoo.zoo.layout import Param, named, split_at_rest
+from shardzoo.zoo.layout import HOST, Param, keep_on_host, named, split_at_rest
 from shardzoo.zoo.mesh import Degrees, make_mesh
 
 MESHES = [
@@ -64,6 +64,24 @@ def test_weights_split_at_rest(saved):
     model = checkpoints.restore(path, make_mesh(data=4, tensor=2, kv_heads=2), declared=typed)
     check_equal(model, stored)
     assert model.blocks.q.sharding.shard_shape(model.blocks.q.shape) == (3, 4, 16, 16)
+
+
+@pytest.mark.parametrize("dtype", [None, "float32"])
+def test_blocks_kept_on_the_host(saved, tmp_path, dtype):
+    path, stored = saved
+    mesh = make_mesh(data=2, tensor=2)
+    declared = keep_on_host(checkpoints.open(path).declared, smallest=1000)
+    model = checkpoints.restore(path, mesh, declared=declared, dtype=dtype, verify=True)
+    moved = {p for p, q in named(declared).items() if q.memory == "host"}
+    assert {p for p, leaf in named(model).items() if leaf.sharding.memory_kind == HOST} == moved
+    assert "blocks.q" in moved and "blocks.scale" not in moved and "embed" not in moved
+    if dtype is None:
+        check_equal(model, stored)
+        assert checkpoints.checksum(model)["blocks.q"] == checkpoints.open(path).leaf("blocks.q").checksum
+        checkpoints.save(tmp_path / "again", model, declared, source=checkpoints.open(path))
+        check_equal(checkpoints.restore(tmp_path / "again", make_mesh(), verify=True), stored)
+    else:
+        np.testing.assert_array_equal(model.blocks.q, stored["blocks.q"].astype(dtype))
 
 
 def test_under_an_active_mesh(saved):
