@@ -280,16 +280,8 @@ def export(
     )
 
 
-TEXT_OPTIONS = {"system", "raw", "max_new_tokens", "temperature", "top_k", "top_p"}
-VIDEO_OPTIONS = {
-    *("negative", "image", "last_image", "height", "width", "frames", "steps", "guidance", "shift", "fps"),
-    *("out", "overwrite"),
-}
-
-
 @app.command(epilog=EPILOG)
 def generate(
-    ctx: typer.Context,
     checkpoint: Checkpoint,
     prompt: Annotated[
         list[str] | None,
@@ -300,8 +292,12 @@ def generate(
     ] = None,
     system: Annotated[str | None, typer.Option(help="Text: system message of the chat.", show_default=False)] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Text: continue the bare text, no chat template.")] = False,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Text: longest reply, in tokens.")] = 128,
-    temperature: Annotated[float, typer.Option(min=0.0, help="Text: 0 takes the likeliest token.")] = 0.0,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Text: longest reply, in tokens.", show_default="128")
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(min=0.0, help="Text: 0 takes the likeliest token.", show_default="0.0")
+    ] = None,
     top_k: Annotated[
         int | None, typer.Option(min=1, help="Text: sample among the k likeliest.", show_default=False)
     ] = None,
@@ -311,7 +307,9 @@ def generate(
             min=0.0, max=1.0, help="Text: sample among the likeliest of this total probability.", show_default=False
         ),
     ] = None,
-    negative: Annotated[str, typer.Option(help="Video: what guidance leads away from.")] = "",
+    negative: Annotated[
+        str | None, typer.Option(help="Video: what guidance leads away from.", show_default="nothing")
+    ] = None,
     image: Annotated[
         Path | None,
         typer.Option(help="Video: picture to start with; scaled and cut to the size.", show_default=False),
@@ -322,7 +320,7 @@ def generate(
     frames: Annotated[
         int | None, typer.Option(help="Video: how many, 1 more than a multiple of 4.", show_default="81 or 121")
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Video: steps of the sampler.")] = 50,
+    steps: Annotated[int | None, typer.Option(min=1, help="Video: steps of the sampler.", show_default="50")] = None,
     guidance: Annotated[
         list[float] | None,
         typer.Option(
@@ -357,44 +355,35 @@ def generate(
     many CPU devices as the mesh needs.
     """
     commands = _commands()
-    given = {name for name in ctx.params if getattr(ctx.get_parameter_source(name), "name", "") == "COMMANDLINE"}
+    text: dict[str, Any] = {
+        "system": system,
+        "raw": raw or None,
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+    }
+    video: dict[str, Any] = {
+        "negative": negative,
+        "image": image,
+        "last_image": last_image,
+        "height": height,
+        "width": width,
+        "frames": frames,
+        "steps": steps,
+        "guidance": guidance,
+        "shift": shift,
+        "fps": fps,
+        "out": out,
+        "overwrite": overwrite or None,
+    }
+    common: dict[str, Any] = {"seed": seed, "dtype": dtype, "degrees": mesh, "json": json}
     if commands.makes_videos(checkpoint):
-        commands.refuse_options(checkpoint, "makes videos", given & TEXT_OPTIONS)
-        commands.generate_video(
-            checkpoint,
-            commands.prompts(prompt),
-            negative=negative,
-            image=image,
-            last_image=last_image,
-            height=height,
-            width=width,
-            frames=frames,
-            steps=steps,
-            guidance=tuple(guidance or (5.0,)),
-            shift=shift,
-            fps=fps,
-            out=out,
-            overwrite=overwrite,
-            seed=seed,
-            dtype=dtype,
-            degrees=mesh,
-            json=json,
-        )
-        return
-    commands.refuse_options(checkpoint, "is no pipeline of videos", given & VIDEO_OPTIONS)
-    options = commands.ReplyOptions(
-        max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
-    )
-    commands.generate(
-        checkpoint,
-        commands.prompts(prompt),
-        system=system,
-        raw=raw,
-        options=options,
-        dtype=dtype,
-        degrees=mesh,
-        json=json,
-    )
+        commands.refuse_options(checkpoint, "makes videos", text)
+        commands.generate_video(checkpoint, commands.prompts(prompt), **video, **common)
+    else:
+        commands.refuse_options(checkpoint, "is no pipeline of videos", video)
+        commands.generate(checkpoint, commands.prompts(prompt), **text, **common)
 
 
 @app.command(epilog=EPILOG)

@@ -5,7 +5,7 @@ import dataclasses
 import importlib
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -300,8 +300,12 @@ def generate(
     texts: list[str],
     *,
     system: str | None,
-    raw: bool,
-    options: ReplyOptions,
+    raw: bool | None,
+    max_new_tokens: int | None,
+    temperature: float | None,
+    top_k: int | None,
+    top_p: float | None,
+    seed: int,
     dtype: np.dtype | None,
     degrees: Degrees,
     json: bool,
@@ -311,6 +315,13 @@ def generate(
         from shardzoo import checkpoints
         from shardzoo.cli import chat
 
+    options = ReplyOptions(
+        max_new_tokens=128 if max_new_tokens is None else max_new_tokens,
+        temperature=temperature or 0.0,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+    )
     found = checkpoints.open(checkpoint)
     declared = found.declared
     if found.family.text is None:
@@ -361,10 +372,11 @@ def makes_videos(checkpoint: Path) -> bool:
     return is_pipeline(checkpoint)
 
 
-def refuse_options(checkpoint: Path, what: str, given: set[str]) -> None:
-    """Refuses options that are for checkpoints of another kind."""
+def refuse_options(checkpoint: Path, what: str, options: Mapping[str, Any]) -> None:
+    """Refuses options that are for checkpoints of another kind, where they were given (are not None)."""
+    given = [name for name, value in options.items() if value is not None]
     if given:
-        named = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(given))
+        named = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         raise InputError(f"{checkpoint}: {what}, and {named} would be for the other kind: leave them out")
 
 
@@ -372,7 +384,11 @@ def generate_video(
     checkpoint: Path,
     texts: list[str],
     *,
+    negative: str | None,
+    steps: int | None,
+    guidance: list[float] | None,
     out: Path | None,
+    overwrite: bool | None,
     dtype: np.dtype | None,
     degrees: Degrees,
     json: bool,
@@ -387,7 +403,14 @@ def generate_video(
         raise InputError(f"generate: {len(texts)} prompts were given, and a video is made of one: give one")
     if out is None:
         raise InputError("generate: no output was given: pass --out FILE.mp4, or --out FOLDER for PNG files")
-    wanted = video.VideoOptions(out=out, **options)
+    wanted = video.VideoOptions(
+        negative=negative or "",
+        steps=50 if steps is None else steps,
+        guidance=tuple(guidance or (5.0,)),
+        out=out,
+        overwrite=bool(overwrite),
+        **options,
+    )
     with _room_named(checkpoint, degrees), progress_bar("sampling", steps=True) as progress:
         made = video.generate(
             open_pipeline(checkpoint), texts[0], wanted, dtype=dtype, degrees=degrees, on_step=progress

@@ -1,0 +1,174 @@
+"""Videos from the command line: a tiny pipeline as diffusers saves it, converted and run, to a file and to pictures."""
+
+import json
+import shutil
+
+import numpy as np
+import PIL.Image
+import pytest
+import tiny_wan
+import torch
+from command_line import invoke, run
+
+from shardzoo import checkpoints
+from shardzoo.checkpoints.pipeline import open_pipeline
+from shardzoo.cli import media, video
+from shardzoo.zoo import wan_pipeline
+from shardzoo.zoo.mesh import make_mesh
+
+SIZE = ("--height", 32, "--width", 48, "--frames", 5, "--steps", 2)
+PROMPT = ("--prompt", "a red   fox &amp; dog", "--negative", "blurry")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Kind -> diffusers folder and ours."""
+    made = {}
+
+    def of(kind):
+        if kind not in made:
+            folder = tmp_path_factory.mktemp(kind)
+            source = tiny_wan.save(kind, folder / "source")
+            ended = invoke("convert", source, folder / "ours")
+            assert ended.status == 0, ended.err
+            made[kind] = source, folder / "ours"
+        return made[kind]
+
+    return of
+
+
+def pictures(folder):
+    return np.stack([np.asarray(PIL.Image.open(path)) for path in sorted(folder.iterdir())])
+
+
+@pytest.fixture
+def one_device(monkeypatch):
+    """Commands in this process find the devices of the tests."""
+    import jax
+
+    monkeypatch.setattr(video, "start_mesh", lambda degrees: make_mesh(devices=jax.devices()[:1]))
+
+
+def test_pictures_are_those_of_diffusers_from_the_same_noise(folders, tmp_path, one_device, monkeypatch):
+    source, ours = folders("t2v")
+    import jax
+
+    real, drawn = jax.random.normal, []
+    monkeypatch.setattr(jax.random, "normal", lambda *given: drawn.append(real(*given)) or drawn[-1])
+    ended = invoke("generate", ours, *PROMPT, *SIZE, "--guidance", 3, "--seed", 4, "--out", tmp_path / "out", "--json")
+    assert ended.status == 0, ended.err
+    said = json.loads(ended.out)
+    assert (said["frames"], said["height"], said["width"]) == (5, 32, 48)
+    theirs = tiny_wan.diffusers.WanPipeline.from_pretrained(source)
+    theirs.set_progress_bar_config(disable=True)
+    expected = theirs(
+        prompt=PROMPT[1],
+        negative_prompt=PROMPT[3],
+        height=32,
+        width=48,
+        num_frames=5,
+        num_inference_steps=2,
+        guidance_scale=3.0,
+        latents=torch.from_numpy(np.array(drawn[0])),
+    ).frames[0]
+    found = pictures(tmp_path / "out")
+    assert found.shape == expected.shape and np.abs(found - expected * 255).max() < 0.55
+
+
+def test_an_image_begins_the_video_and_a_film_is_written(folders, tmp_path):
+    """As a user runs it: in a process of its own, on a mesh of four devices that the command makes."""
+    import imageio_ffmpeg
+
+    _, ours = folders("i2v")
+    rng = np.random.default_rng(0)
+    PIL.Image.fromarray(rng.integers(0, 256, (50, 50, 3)).astype(np.uint8)).save(tmp_path / "first.png")
+    out = tmp_path / "film.mp4"
+    words = ("generate", ours, *PROMPT, *SIZE, "--image", tmp_path / "first.png", "--mesh", "data=2,tensor=2")
+    ended = run(*words, "--out", out)
+    assert ended.status == 0 and ended.err == "", ended.err
+    assert f"{out}: 5 frames of 32 x 48" in ended.out
+    frames, seconds = imageio_ffmpeg.count_frames_and_secs(str(out))
+    assert frames == 5 and seconds == pytest.approx(5 / 16, abs=0.02)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["film.mp4", "first.png"]
+    again = invoke(*words, "--out", out)
+    assert again.status == 1 and "exists already: pass --overwrite" in again.err
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (("--height", 33), ("height=33 is not a multiple of 16: use 32 or 48",)),
+        (("--width", 5, "--frames", 8), ("width=5 is not a multiple of 16: use 16 or 32", "use 5 or 9")),
+        (("--image", "first.png"), ("makes videos of text alone",)),
+        (("--image", "none.png"), ("none.png: cannot be read as a picture",)),
+        (("--guidance", 3, "--guidance", 4), ("2 scales for 1 transformers",)),
+        (("--mesh", "tensor=8"), ("text_encoder: ", "heads=4 does not divide by 8", "transformer: ")),
+        (("--shift", 0), ("shift=0.0 is not above 0",)),
+        (("--dtype", "float8_e4m3fn"), ("is for storage",)),
+        (("--prompt", "another"), ("2 prompts were given",)),
+        (("--temperature", 0.5, "--raw"), ("--raw, --temperature would be for the other kind",)),
+        (("--out", "clip.avi"), ("neither a .mp4 file",)),
+        (("--out", "none/clip.mp4"), ("there is no folder none",)),
+    ],
+)
+def test_what_cannot_be_is_refused_before_a_weight_is_read(folders, tmp_path, monkeypatch, words, named):
+    _, ours = folders("t2v")
+    monkeypatch.chdir(tmp_path)
+    PIL.Image.fromarray(np.zeros((32, 48, 3), np.uint8)).save("first.png")
+    monkeypatch.setattr(checkpoints, "restore", None)
+    ended = invoke("generate", ours, *PROMPT, *SIZE, "--out", "out", *words)
+    assert ended.status == 1 and ended.out == "", ended
+    for part in named:
+        assert part in ended.err
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["first.png"]
+
+
+def test_missing_parts_are_named(folders, tmp_path):
+    source, ours = folders("t2v")
+    ended = invoke("generate", ours, *PROMPT)
+    assert ended.status == 1 and "--out FILE.mp4" in ended.err
+    ended = invoke("generate", ours / "transformer", *PROMPT, "--out", "x.mp4")
+    assert ended.status == 1 and "--negative, --out would be for the other kind" in ended.err
+    ended = invoke("generate", ours / "transformer", "--prompt", "a")
+    assert ended.status == 1 and "runs language models" in ended.err
+    assert invoke("convert", source, tmp_path / "part", "--component", "transformer").status == 0
+    ended = invoke("generate", tmp_path / "part", *PROMPT, *SIZE, "--out", tmp_path / "x")
+    assert ended.status == 1 and "no 'text_encoder', 'vae'" in ended.err
+    bare = shutil.copytree(ours, tmp_path / "bare")
+    said = json.loads((bare / "pipeline.json").read_text())
+    said["files"] = {name: entry for name, entry in said["files"].items() if "tokenizer" not in name}
+    (bare / "pipeline.json").write_text(json.dumps(said))
+    ended = invoke("generate", bare, *PROMPT, *SIZE, "--out", tmp_path / "x")
+    assert ended.status == 1 and "no tokenizer.json among its files" in ended.err
+    said["settings"]["scheduler"] |= {"use_karras_sigmas": True, "prediction_type": "epsilon"}
+    (bare / "pipeline.json").write_text(json.dumps(said))
+    ended = invoke("generate", bare, *PROMPT, *SIZE, "--out", tmp_path / "x")
+    assert "use_karras_sigmas=True is not" in ended.err and "prediction_type='epsilon' is not" in ended.err
+
+
+def test_prompts_are_cut_and_tidied_as_the_source_does(folders):
+    source, ours = folders("t2v")
+    theirs = tiny_wan.transformers.AutoTokenizer.from_pretrained(source / "tokenizer")
+    tokenizer = video._tokenizer(open_pipeline(ours))
+    for text in ("a red fox", "", "nobody " * 700, "dog &lt; fox\n jumps"):
+        expected = theirs(video.clean(text), max_length=512, truncation=True, add_special_tokens=True).input_ids
+        assert tokenizer.encode(video.clean(text)).ids == expected
+    assert video.clean(" a &amp;amp; \n b ") == "a & b"
+
+
+def test_frames_that_fail_leave_nothing(tmp_path):
+    def frames():
+        yield np.zeros((2, 32, 48, 3), np.uint8)
+        raise MemoryError
+
+    for name in ("film.mp4", "pictures"):
+        with pytest.raises(MemoryError):
+            media.write_frames(tmp_path / name, frames(), 16)
+    assert not list(tmp_path.iterdir())
+
+
+def test_settings_of_schedulers():
+    read = wan_pipeline.read_settings
+    euler = {"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": 3.0}
+    assert read({"scheduler": euler}, "diffusers").solver == "euler"
+    assert read({"scheduler": euler, "boundary_ratio": 0.9}, "original").boundary == 0.9
