@@ -7,9 +7,10 @@ Attention is not scaled by 1 / sqrt(head_dim), no layer has a bias, and gated GE
 Mesh axes: the batch over `data`, the sequence over `context`, heads, mlp and vocabulary over the tensor axes; `pipe`
 must be 1. Shapes inside layers are one device's. The blocks are stacked and run by one `lax.scan`.
 
-Memory: attention takes its bias as an array of (heads on a device) x queries x keys, made for one block at a time; at
-512 tokens and 64 heads that is 32 MiB in bfloat16 (and twice as much while it is made), at 8,192 tokens 8 GiB. It
-shrinks with the tensor and context degrees.
+Memory: attention takes its bias as an array of (heads on a device) x queries x keys, made for one block at a time, and
+making it takes as much again twice or three times. For 512 tokens and 64 heads it has 32 MiB in bfloat16; with 4,096
+tokens and 8 heads on a device a program for TPU v5e needs 1.05 GiB besides the weights, with 16,384 tokens 16 times as
+much. It shrinks with the tensor and context degrees.
 """
 
 import dataclasses
