@@ -1,6 +1,7 @@
 """Whole tiny pipelines against those of diffusers: the same weights, by way of checkpoints, noise and prompts."""
 
 import functools
+import weakref
 
 import jax
 import numpy as np
@@ -77,7 +78,16 @@ def reference(theirs, wanted, images, noise):
 
 def ours(pipeline, mesh, wanted, noise):
     declared = {name: pipeline.checkpoint(name).declared for name in pipeline.components}
-    parts = Components(declared=declared, live=lambda name: checkpoints.restore(pipeline.checkpoint(name), mesh))
+    before: list[weakref.ref] = []
+
+    def live(name):
+        """The component, once no other one is left on the devices."""
+        assert not any(ref() is not None for ref in before), f"{name}: another component is still there"
+        model = checkpoints.restore(pipeline.checkpoint(name), mesh)
+        before[:] = [weakref.ref(leaf) for leaf in jax.tree.leaves(model)]
+        return model
+
+    parts = Components(declared=declared, live=live)
     settings = wan_pipeline.read_settings(pipeline.settings, "diffusers")
     told = []
     latents = wan_pipeline.sample(
