@@ -188,11 +188,12 @@ def keep_on_host(declared: Tree, *, smallest: int = 2**16) -> Tree:
     """The declaration with each large leaf of the stacked blocks kept in host memory while it is not in use.
 
     For weights larger than the devices: a block comes to its device when the scan reaches it (`gather_at_rest`), and
-    the next one is under way meanwhile where the compiler overlaps the two. Leaves below `smallest` elements stay.
+    the next one is under way meanwhile where the compiler overlaps the two. Leaves below `smallest` elements stay, and
+    those with one dim in a block (norms, biases): TPUs cannot take one 16-bit row of a matrix out of host memory.
     """
 
     def one(p: Param) -> Param:
-        moves = LAYER in p.names and math.prod(p.shape) >= smallest
+        moves = LAYER in p.names and p.ndim > 2 and math.prod(p.shape) >= smallest
         return dataclasses.replace(p, memory="host") if moves else p
 
     return _each(declared, one)
