@@ -41,7 +41,7 @@ def convert(
         from shardzoo.convert import pipeline as pipelines
 
     of_one: dict[str, Any] = {"family": family, "config": config, "prefix": prefix, "select": select}
-    found = targets.find_pipeline_source(source, **of_one)
+    found = targets.find_pipeline_source(source, variant=options["variant"], **of_one)
     with progress_bar("checking" if dry_run else "converting") as progress:
         common = {"dry_run": dry_run, "progress": progress, **options}
         report: Any = (
@@ -76,7 +76,7 @@ def verify(
         if pipeline is None:
             report = verification.verify(checkpoint, source, select=select, **common)
         else:
-            found = None if source is None else targets.find_pipeline_source(source, select=select)
+            found = None if source is None else targets.find_pipeline_source(source, variant=variant, select=select)
             if source is not None and found is None:
                 raise InputError(f"{source}: holds no pipeline, and {checkpoint} is one: give the folder it came from")
             report = pipelines.verify(pipeline, found, components=tuple(component or ()), **common)

@@ -41,7 +41,7 @@ def one(component: list[str] | None) -> str | None:
     return component[0] if component else None
 
 
-def find_pipeline_source(name: str, **of_one: Any) -> Any:
+def find_pipeline_source(name: str, *, variant: str | None = None, **of_one: Any) -> Any:
     """The pipeline that a PyTorch folder holds (`PipelineSource`), or None where it is a source of one model.
 
     Raises:
@@ -49,7 +49,7 @@ def find_pipeline_source(name: str, **of_one: Any) -> Any:
     """
     from shardzoo.convert.pipeline_source import find_pipeline
 
-    found = find_pipeline(name)
+    found = find_pipeline(name, variant=variant)
     given = [f"--{option}" for option, value in of_one.items() if value is not None]
     if found is not None and given:
         raise InputError(
@@ -89,7 +89,7 @@ def find_targets(name: str, component: list[str] | None, **reading: Any) -> list
         pipeline = find_pipeline(Path(name), component)
         return [_checkpoint(f"{name}/{part}", Path(name) / part) for part in component or pipeline.components]
     variant = reading.pop("variant", None)
-    found = find_pipeline_source(name, **reading)
+    found = find_pipeline_source(name, variant=variant, **reading)
     if found is None:
         return [find_target(name, component=one(component), variant=variant, **reading)]
     planned = plan_components(found, found.pick(tuple(component or ())), variant=variant)

@@ -1,5 +1,7 @@
 """Fetches the weights of a Hugging Face repository: those of one format, the config, and the tokenizer.
 
+Of a pipeline of diffusers, the same of every component.
+
 `hf://owner/name[@revision][/folder]`. The environment variables of `huggingface_hub` hold (HF_ENDPOINT, HF_TOKEN,
 HF_HOME, HF_HUB_OFFLINE).
 """
@@ -8,13 +10,13 @@ import fnmatch
 import glob
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardzoo.convert.folder import EXTRAS, choose_weights, is_index
+from shardzoo.convert.folder import EXTRAS, choose_weights, is_index, is_weights, read_config
 from shardzoo.errors import InputError
 
 _ADDRESS = re.compile(
@@ -76,24 +78,68 @@ def fetch(text: str, *, variant: str | None = None) -> Fetched:
         InputError: `huggingface_hub` is not installed, or the repository cannot be had; the message says why.
     """
     address = parse_address(text)
+    return _fetch(_library(address), address, variant)
+
+
+def fetch_pipeline(text: str, index: str, *, variant: str | None = None) -> Fetched | None:
+    """Downloads the components that a file called `index` names, or nothing where there is none: None.
+
+    Raises:
+        InputError: as `fetch`.
+    """
+    address = parse_address(text)
+    hub = _library(address)
+    listed = _list(hub, address)
+    if isinstance(listed, Fetched):
+        return listed if (listed.folder / index).is_file() else None
+    if index not in _names_in(listed.prefix, listed.paths):
+        return None
+    folder = listed.download([index])
+    named = [key for key, value in read_config(folder / index)[1].items() if isinstance(value, list) and any(value)]
+    wanted = [index]
+    for name in named:
+        inside = _names_in(f"{listed.prefix}{name}/", listed.paths)
+        weights = any(is_weights(one) or is_index(one) for one in inside)
+        small = [one for one in inside if not weights or _is_small(one)]
+        chosen = _choose(address, listed, small, inside, variant, name) if weights else []
+        wanted += [f"{name}/{one}" for one in (*small, *chosen)]
+    return _fetched(listed.download(wanted), address, listed.commit)
+
+
+def _library(address: HubAddress) -> Any:
     try:
         import huggingface_hub.errors
     except ImportError:
         raise InputError(f"{address}: reading from the hub needs huggingface_hub: {INSTALL}") from None
+    return huggingface_hub
+
+
+@dataclass(frozen=True)
+class _Listing:
+    """The files of a repository at a commit.
+
+    Attributes:
+        prefix: of the paths in the folder that is wanted.
+        paths: of all files.
+        commit: the revision's.
+        download: names below `prefix` -> the folder on this machine that they are in then.
+    """
+
+    prefix: str
+    paths: list[str]
+    commit: str
+    download: Callable[[list[str]], Path]
+
+
+def _list(hub: Any, address: HubAddress) -> _Listing | Fetched:
+    """The files of a repository, or with the network off what an earlier download left."""
     endpoint = os.environ.get("HF_ENDPOINT") or None
-    return _fetch(huggingface_hub, address, endpoint, variant)
-
-
-def _fetch(hub: Any, address: HubAddress, endpoint: str | None, variant: str | None) -> Fetched:
     with _errors_named(address, hub):
         try:
             info = hub.HfApi(endpoint=endpoint).repo_info(address.repo, revision=address.revision)
         except hub.errors.OfflineModeIsEnabled:
             return _cached(hub, address)
     prefix = f"{address.folder}/" if address.folder else ""
-    names = _names_in(prefix, [sibling.rfilename for sibling in info.siblings or ()])
-    if not names:
-        raise InputError(f"{address}: holds no files in {address.folder or 'its top folder'}")
 
     def download(wanted: list[str]) -> Path:
         with _errors_named(address, hub):
@@ -107,14 +153,31 @@ def _fetch(hub: Any, address: HubAddress, endpoint: str | None, variant: str | N
             raise InputError(f"{address}: changed from {info.sha} to {Path(folder).name} meanwhile: run again")
         return Path(folder) / address.folder
 
+    return _Listing(prefix, [sibling.rfilename for sibling in info.siblings or ()], info.sha, download)
+
+
+def _fetch(hub: Any, address: HubAddress, variant: str | None) -> Fetched:
+    listed = _list(hub, address)
+    if isinstance(listed, Fetched):
+        return listed
+    names = _names_in(listed.prefix, listed.paths)
+    if not names:
+        raise InputError(f"{address}: holds no files in {address.folder or 'its top folder'}")
     small = [name for name in names if _is_small(name)]
-    folder = download(small) if small else Path(address.repo)
+    chosen = _choose(address, listed, small, names, variant)
+    return _fetched(listed.download([*small, *chosen]), address, listed.commit)
+
+
+def _choose(
+    address: HubAddress, listed: _Listing, small: list[str], names: list[str], variant: str | None, below: str = ""
+) -> tuple[str, ...]:
+    """The weight files among the `names` in a folder `below`, whose `small` files (an index, say) are fetched first."""
+    inside = f"{below}/" if below else ""
+    folder = listed.download([inside + name for name in small]) / below if small else Path(address.repo) / below
     try:
-        weights = choose_weights(folder, names, variant)
+        return choose_weights(folder, names, variant).files
     except InputError as error:
         raise InputError(f"{address}: {error}") from None
-    folder = download([*small, *weights.files])
-    return _fetched(folder, address, info.sha)
 
 
 def _names_in(prefix: str, paths: list[str]) -> list[str]:

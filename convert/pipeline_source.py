@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shardzoo.convert.folder import is_index, is_weights, read_config
-from shardzoo.convert.hub import is_hub_address
+from shardzoo.convert.hub import fetch_pipeline, is_hub_address
 from shardzoo.errors import InputError, fail_if
 
 MODEL_INDEX = "model_index.json"
@@ -70,14 +70,22 @@ class PipelineSource:
         return [name for name in self.components if not names or name in names]
 
 
-def find_pipeline(src: str | Path) -> PipelineSource | None:
+def find_pipeline(src: str | Path, *, variant: str | None = None) -> PipelineSource | None:
     """The pipeline that a folder holds, or None where it is a source of one model.
+
+    Of a repository on the hub every component of a diffusers pipeline is downloaded; `variant` chooses among twins.
 
     Raises:
         InputError: a pipeline that this zoo does not run, or one whose folder is not whole.
     """
+    if is_hub_address(str(src)):
+        fetched = fetch_pipeline(str(src), MODEL_INDEX, variant=variant)
+        if fetched is None:
+            return None
+        found = _diffusers(fetched.folder)
+        return dataclasses.replace(found, settings={**found.settings, "hub": dataclasses.asdict(fetched.origin)})
     root = Path(src)
-    if is_hub_address(str(src)) or not root.is_dir():
+    if not root.is_dir():
         return None
     return _diffusers(root) if (root / MODEL_INDEX).is_file() else _wan(root)
 

@@ -18,7 +18,9 @@ from urllib.parse import unquote, urlsplit
 import huggingface_hub
 import pytest
 import tiny_models
+import tiny_wan
 import torch
+from command_line import invoke
 from huggingface_hub import constants, file_download
 from safetensors.torch import save, save_file
 
@@ -26,6 +28,7 @@ from shardzoo import checkpoints
 from shardzoo.convert import hub
 from shardzoo.convert.convert import convert
 from shardzoo.convert.hub import HubAddress, Origin, parse_address
+from shardzoo.convert.pipeline_source import find_pipeline
 from shardzoo.convert.source import open_source
 from shardzoo.errors import InputError
 
@@ -224,6 +227,21 @@ def test_a_folder_of_a_repository(served, model):
         assert source.tensors.keys() == {"a.bias"} and source.config == {"part": "vae"}
     assert served.downloaded == {"vae/config.json", "vae/diffusion_pytorch_model.safetensors"}
     assert "holds no files in nothing" in problem("hf://owner/model/nothing")
+
+
+def test_a_pipeline_is_fetched_with_all_its_components_and_nothing_else(served, tmp_path):
+    folder = tiny_wan.save("t2v", tmp_path / "wan")
+    files = tiny_models.files(folder)
+    junk = {"README.md": b"x", "assets/a.mp4": b"x", "text_encoder/pytorch_model.bin": b"x", "other/config.json": b"{}"}
+    served.repositories["owner/wan"] = Repository(files | junk)
+    served.repositories["owner/llama"] = Repository({"config.json": b"{}", "model.safetensors": weights(WEIGHTS)})
+    assert find_pipeline("hf://owner/llama") is None
+    found = find_pipeline("hf://owner/wan@main")
+    assert tiny_models.files(found.root) == files and served.downloaded == set(files)
+    assert found.settings["hub"] == {"repo": "owner/wan", "commit": COMMIT, "folder": ""}
+    assert found.components == find_pipeline(folder).components and found.files == find_pipeline(folder).files
+    ended = invoke("convert", "hf://owner/wan", tmp_path / "dst", "--component", "text_encoder")
+    assert ended.status == 0 and "text_encoder: 22 tensors" in ended.out, ended.err
 
 
 def test_the_manifest_says_which_commit_a_checkpoint_came_from(served, tmp_path):
