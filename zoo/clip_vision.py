@@ -270,13 +270,17 @@ def _forward(
     dtype: jnp.dtype | None,
 ) -> Float[Array, "batch *tokens embed"]:
     """One device's share of the batch after this many blocks."""
-    patches = _gather(model.patches, declared.patches)
-    x = patches(pixels.astype(patches.weight.dtype if dtype is None else dtype))
+    embed = _gather(model.patches, declared.patches)
+    x = embed(pixels.astype(embed.weight.dtype if dtype is None else dtype))
+    every = model.config.layers
 
-    def body(x, block):
-        return _gather(block, declared.blocks)(x), None
+    def body(x, inputs):
+        block, index = inputs
+        block = _gather(block, declared.blocks)
+        # Blocks that are not run are skipped in place: to cut them off would copy all others.
+        return block(x) if layers == every else lax.cond(index < layers, lambda: block(x), lambda: x), None
 
-    x, _ = lax.scan(body, x, jax.tree.map(lambda w: w[:layers], model.blocks))
+    x, _ = lax.scan(body, x, (model.blocks, jnp.arange(every)))
     return _gather(model.norm, declared.norm)(x[:, 0]) if pooled else x
 
 
