@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from mesh_parity import assert_close, harsh
 
+from shardzoo.cli.topology import topology_devices
 from shardzoo.errors import InputError
 from shardzoo.zoo import layout, t5
 from shardzoo.zoo.families import config_from_json, config_to_json, find_preset
@@ -154,6 +155,19 @@ def test_a_device_spreads_the_bias_of_its_own_heads_or_queries(degrees):
     text = jax.jit(t5.forward(declared, mesh)).lower(layout.abstract(declared, mesh), tokens).compile().as_text()
     sizes = [math.prod(map(int, dims.split(","))) for dims in re.findall(r"f32\[([\d,]+)\]", text)]
     assert max(sizes) <= 2.2 * 8 * 96 * 96 / degrees["context"]
+
+
+@pytest.mark.parametrize("degrees", [dict(context=2, tensor=2), pytest.param(dict(tensor=4), marks=SLOW)], ids=str)
+def test_a_tpu_runs_the_kernel_with_the_bias(degrees):
+    """Compiled for four TPU chips, with the blocks in host memory."""
+    config = Config(vocab=512, embed=512, layers=3, heads=8, head_dim=64, mlp=1024)
+    declared = layout.keep_on_host(t5.declare(config, jnp.bfloat16), smallest=16)
+    mesh = make_mesh(**degrees, devices=topology_devices("v5e:2x2"))
+    f = jax.jit(t5.forward(declared, mesh, zero_padded_to=512))
+    lengths = jax.ShapeDtypeStruct((1,), jnp.int32)
+    tokens = jax.ShapeDtypeStruct((1, 500), jnp.int32)
+    compiled = f.lower(layout.abstract(declared, mesh), tokens, lengths=lengths).compile()
+    assert compiled.as_text().count('custom_call_target="tpu_custom_call"') >= 1
 
 
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
