@@ -7,6 +7,7 @@ from typing import Any
 
 from shardzoo.convert.hub import is_hub_address
 from shardzoo.errors import InputError
+from shardzoo.zoo import layout
 from shardzoo.zoo.families import FAMILIES, find_preset
 
 
@@ -93,7 +94,7 @@ def find_targets(name: str, component: list[str] | None, **reading: Any) -> list
     if found is None:
         return [find_target(name, component=one(component), variant=variant, **reading)]
     planned = plan_components(found, found.pick(tuple(component or ())), variant=variant)
-    return [Target(f"{name}: {part}", "source", it.plan.family, it.plan.declared) for part, it in planned.items()]
+    return [_planned(f"{name}: {part}", it.plan) for part, it in planned.items()]
 
 
 def find_target(name: str, **reading: Any) -> Target:
@@ -130,5 +131,11 @@ def _checkpoint(name: str, path: Path) -> Target:
 def _source(name: str, reading: Mapping[str, Any]) -> Target:
     from shardzoo.convert.convert import plan_conversion
 
-    found = plan_conversion(name, **reading)
-    return Target(name, "source", found.family, found.declared)
+    return _planned(name, plan_conversion(name, **reading))
+
+
+def _planned(name: str, plan: Any) -> Target:
+    """A source, with the dtypes of its tensors."""
+    params = layout.named(plan.declared)
+    typed = {path: dataclasses.replace(param, dtype=plan.leaves[path].spec.dtype) for path, param in params.items()}
+    return Target(name, "source", plan.family, layout.fill(plan.declared, typed))

@@ -194,6 +194,17 @@ def _check_place(source: PipelineSource, target: Path, names: list[str]) -> None
         check_destination(target)
 
 
+def _require_space(target: Path, nbytes: int) -> None:
+    """Refuses to begin with the first component where the last one will not fit."""
+    place = next(parent for parent in (target, *target.parents) if os.path.lexists(parent))
+    free, need = shutil.disk_usage(place).free, nbytes + nbytes // 50
+    if free < need:
+        raise InputError(
+            f"{target}: needs {need:,} bytes for all components, {free:,} are free at {place}: free some, choose"
+            " another destination, or convert fewer by component= (--component)"
+        )
+
+
 def _begin(place: Path, planned: Mapping[str, Planned], *, resume: bool) -> list[str]:
     """Notes what is to be converted; the components that an interrupted run of the same has finished.
 

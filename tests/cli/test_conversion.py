@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import tiny_llama
+import tiny_models
 import torch
 from command_line import Ended, invoke, run, start
 
@@ -149,6 +150,13 @@ def test_every_misfit_in_one_message(tmp_path):
 def test_a_config_that_does_not_match_the_tensors(tmp_path):
     source = tiny_llama.write(tmp_path / "source", num_hidden_layers=3, intermediate_size=32)
     refused(invoke("convert", source, tmp_path / "ckpt"), "model.layers.2", "shape (24, 16)", "(32, 16)")
+
+
+def test_audit_counts_the_bytes_that_a_source_holds(tmp_path):
+    source = tiny_models.save("llama", tmp_path / "source")  # in bfloat16
+    assert invoke("convert", source, tmp_path / "ckpt").status == 0
+    said = [json.loads(invoke("audit", tmp_path / name, "--mesh", "one", "--json").out) for name in ("source", "ckpt")]
+    assert said[0]["parameter_bytes"] == said[1]["parameter_bytes"] == 2 * said[0]["parameters"]
 
 
 def test_audit_reads_a_source_as_convert_does(source, checkpoint, tmp_path):

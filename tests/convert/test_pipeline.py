@@ -166,6 +166,15 @@ def test_every_problem_is_named_before_anything_is_written(saved, tmp_path):
         find_pipeline(source)
 
 
+def test_components_that_do_not_fit_together_are_refused_at_once(saved, tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)._replace(free=3_800_000)  # enough for each, not for all
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    for dry_run in (True, False):
+        with pytest.raises(InputError, match=r"bytes for all components, 3,800,000 are free"):
+            run(saved("t2v"), tmp_path / "dst", dry_run=dry_run)
+    assert not (tmp_path / "dst").exists()
+
+
 def test_damage_is_found_in_any_component_and_file(saved, tmp_path):
     run(saved("t2v"), tmp_path / "dst")
     tiny_models.flip_bit(tmp_path / "dst/vae", _largest(tmp_path / "dst/vae"))
