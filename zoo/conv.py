@@ -181,18 +181,16 @@ def convolve_in_time(
 ) -> Float[Array, "batch frames out_rows out_width out"]:
     """The convolution without zeros in time: as many frames as have their whole window in `seen`, every `stride`-th.
 
-    On a CPU as one sum over the window's frames of convolutions in space: XLA has fast ones in two dims only there.
+    On a CPU as a convolution in space with the window's frames as channels: XLA has fast ones in two dims only there.
     """
     window = weight.shape[2]
     if traced_platform() != "cpu":
         return convolve(seen, weight, ((0, 0), *borders), (stride, 1, 1))
     frames = (seen.shape[1] - window) // stride + 1
-
-    def tap(k: int) -> Array:
-        part = seen[:, k : k + stride * (frames - 1) + 1 : stride]
-        return each_frame(part, lambda frame: convolve(frame, weight[:, :, k], borders, (1, 1)))
-
-    return sum(tap(k) for k in range(window))
+    parts = [seen[:, k : k + stride * (frames - 1) + 1 : stride] for k in range(window)]
+    folded = jnp.stack(parts, axis=-1).reshape(*parts[0].shape[:-1], -1)
+    flat = weight.reshape(weight.shape[0], -1, *weight.shape[3:])
+    return each_frame(folded, lambda frame: convolve(frame, flat, borders, (1, 1)))
 
 
 def nearest_twice(
@@ -217,7 +215,7 @@ class ChannelNorm(eqx.Module):
         return cls(weight=Param("channels", (channels,)))
 
     def __call__(self, x: Float[Array, "*lead channels"]) -> Float[Array, "*lead channels"]:
-        wide = x.astype(jnp.float32)
+        wide = x.astype(jnp.promote_types(jnp.float32, x.dtype))
         square = jnp.sum(jnp.square(wide), axis=-1, keepdims=True)
         unit = wide * lax.rsqrt(jnp.maximum(square, 1e-24))
         return unit.astype(x.dtype) * (x.shape[-1] ** 0.5 * self.weight).astype(x.dtype)

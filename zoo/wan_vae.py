@@ -129,7 +129,8 @@ class Direction:
 def _encoding(config: Config, *, normalized: bool, dtype: Any, remat: bool) -> Direction:
     def step(model: Autoencoder, video: Array, height: int, cache: Cache) -> tuple[Array, Cache]:
         moments, cache = model.encoder(to_patches(video, config.patch), height // config.patch, cache)
-        moments = jnp.moveaxis(model.quant(moments), -1, 1).astype(jnp.float32)
+        moments = jnp.moveaxis(model.quant(moments), -1, 1)
+        moments = moments.astype(jnp.promote_types(jnp.float32, moments.dtype))
         mean, log_variance = jnp.split(moments, 2, axis=1)
         log_variance = jnp.clip(log_variance, -30.0, 20.0)
         if normalized:
@@ -154,7 +155,7 @@ def _decoding(config: Config, *, normalized: bool, clamp: bool, dtype: Any, rema
     def step(model: Autoencoder, latents: Array, height: int, cache: Cache) -> tuple[Array, Cache]:
         if normalized:
             mean, std = statistics(config)
-            latents = (latents.astype(jnp.float32) * std + mean).astype(latents.dtype)
+            latents = (latents * std + mean).astype(latents.dtype)
         x = model.post_quant(jnp.moveaxis(latents, 1, -1))
         x, cache = model.decoder(x, height, cache)
         video = from_patches(x, config.patch)
@@ -173,14 +174,16 @@ def _decoding(config: Config, *, normalized: bool, clamp: bool, dtype: Any, rema
     )
 
 
-def over_time(way: Direction, model: Autoencoder, video: Video, height: int) -> Video:
+def over_time(
+    way: Direction, model: Autoencoder, video: Float[Array, "batch channels frames height width"], rows: int
+) -> Float[Array, "batch out_channels out_frames out_height out_width"]:
     """All of a video: the first frame, then a scan over the pieces after it.
 
     The carry holds the result and the caches; each step writes its frames into the result, so that no array but the
     result grows with the number of frames.
     """
     step = jax.checkpoint(way.step, static_argnums=2) if way.remat else way.step
-    out, cache = step(model, video[:, :, :1], height, None)
+    out, cache = step(model, video[:, :, :1], rows, None)
     pieces = (video.shape[FRAMES] - 1) // way.piece
     if not pieces:
         return out
@@ -192,7 +195,7 @@ def over_time(way: Direction, model: Autoencoder, video: Video, height: int) -> 
     def body(carry: tuple[Array, Cache], i: Array) -> tuple[tuple[Array, Cache], None]:
         whole, cache = carry
         piece = lax.dynamic_slice_in_dim(video, 1 + i * way.piece, way.piece, axis=FRAMES)
-        out, cache = step(model, piece, height, cache)
+        out, cache = step(model, piece, rows, cache)
         return (lax.dynamic_update_slice_in_dim(whole, out, 1 + i * way.gives, axis=FRAMES), cache), None
 
     return lax.scan(body, (whole, cache), jnp.arange(pieces))[0][0]
@@ -234,13 +237,16 @@ def _cut(way: Direction, out: Array, like: Video) -> Array:
     return out[: like.shape[0], :, :, : way.height(like.shape[HEIGHT])]
 
 
-def _check(way: Direction, config: Config, video: Video, frames: str | None = None) -> None:
+def _check(way: Direction, config: Config, video: Video, frames: int | None = None) -> None:
+    """That a whole video, or a piece of so many frames, is one that the direction takes."""
     problems = []
     _, channels, count, height, width = video.shape
     if channels != way.channels:
         problems.append(f"channels={channels} are not the {way.channels} of the config: pass [batch, channels, ...]")
     if frames is None and (count - 1) % way.piece:
         problems.append(f"frames={count} are not 1 + a multiple of {way.piece}: leave out or repeat frames")
+    if frames is not None and count != frames:
+        problems.append(f"frames={count} are not the {frames} of this piece: the first is 1, later ones {way.piece}")
     if way.multiple > 1:
         problems += _size_problems(config, {"height": height, "width": width})
     fail_if(problems, way.name)

@@ -155,7 +155,7 @@ def _layouts() -> Iterator[Layout]:
 
 LAYOUTS = tuple(_layouts())
 
-_FIELDS = {  # of diffusers -> ours, and the default there
+_FIELDS: Mapping[str, tuple[str, Any]] = {  # of diffusers -> ours, and the default there
     "base_dim": ("width", 96),
     "decoder_base_dim": ("decoder_width", None),
     "z_dim": ("latent_channels", 16),
@@ -203,12 +203,13 @@ def read_config(source: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) ->
         problems.append(f"in_channels={inside} and out_channels={outside} are not the channels of patches of {patch}")
     fail_if(problems, "config.json: not an autoencoder of Wan as this zoo runs it")
     given |= {"patch_size": patch, "decoder_base_dim": given["decoder_base_dim"] or given["base_dim"]}
-    ours = {ours: given[name] for name, (ours, _) in _FIELDS.items()}
-    return Config(**{n: tuple(v) if isinstance(v, list) else v for n, v in ours.items()}, channels=inside // patch**2)
+    ours: dict[str, Any] = {name: given[field] for field, (name, _) in _FIELDS.items()}
+    ours |= {name: tuple(value) for name, value in ours.items() if isinstance(value, list)}
+    return Config(**ours, channels=inside // patch**2)
 
 
 def _leaves(tensors: Mapping[str, TensorInfo]) -> tuple[dict[str, tuple[int, ...]], bool]:
-    """Shapes by what leaf they are of, and whether there are shortcuts: as the layout has it that knows most tensors."""
+    """Shapes by what leaf they are of, and whether there are shortcuts, by the layout that knows most tensors."""
     found: list[tuple[dict[str, tuple[int, ...]], bool]] = []
     for layout, shortcuts in itertools.product(LAYOUTS, (False, True)):
         rules = (r for r in layout.rules or () if ".levels." not in r.target or (".inner." in r.target) == shortcuts)
@@ -224,8 +225,8 @@ def _from_tensors(tensors: Mapping[str, TensorInfo]) -> Config:
     missing = [path for path in needed if path not in shapes]
     if missing:
         raise InputError(
-            f"wan-vae: without a config.json the sizes come from the tensors, and these do not tell: {', '.join(missing)}:"
-            " name a config.json by config= (--config)"
+            "wan-vae: without a config.json the sizes come from the tensors, and these do not tell:"
+            f" {', '.join(missing)}: name a config.json by config= (--config)"
         )
     width, inside = shapes["encoder.conv_in.weight"][:2]
     outs = [shapes[path][0] for path in itertools.takewhile(shapes.__contains__, blocks)]

@@ -11,8 +11,9 @@ from shardzoo.convert.rules import expand
 from shardzoo.zoo import layout, wan_vae
 
 WAN21 = dict(
-    base_dim=8, z_dim=4, dim_mult=[1, 2, 4, 4], num_res_blocks=2, attn_scales=[], temperal_downsample=[False, True, True],
-    dropout=0.0, latents_mean=[0.1, -0.2, 0.3, -0.4], latents_std=[1.0, 2.0, 0.5, 1.5],
+    base_dim=8, z_dim=4, dim_mult=[1, 2, 4, 4], num_res_blocks=2, attn_scales=[],
+    temperal_downsample=[False, True, True], dropout=0.0, latents_mean=[0.1, -0.2, 0.3, -0.4],
+    latents_std=[1.0, 2.0, 0.5, 1.5],
 )  # fmt: skip
 WAN22 = dict(
     base_dim=8, decoder_base_dim=12, z_dim=6, dim_mult=[1, 2, 4, 4], num_res_blocks=2, attn_scales=[],
