@@ -121,6 +121,8 @@ def convert(
     options: dict[str, Any] = {"dtype": dtype, "variant": variant, "memory_budget": memory_budget, "sync": sync}
     if not (overwrite and is_pipeline(target)):
         _check_place(source, target, names)
+    left = [one.plan.bytes_written for name, one in planned.items() if overwrite or not (target / name).exists()]
+    _require_space(target, sum(left))
     if dry_run:
         reports = {
             name: conversion.convert(source.path(name), target / name, dry_run=True, **options) for name in names

@@ -9,6 +9,7 @@ The blocks are stacked and run by one `lax.scan`.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 import equinox as eqx
@@ -23,7 +24,7 @@ from jaxtyping import Array, Float, jaxtyped
 from shardzoo.errors import InputError, fail_if
 from shardzoo.zoo import layout
 from shardzoo.zoo.attention import cross_attention
-from shardzoo.zoo.families import Family, register
+from shardzoo.zoo.families import Family, TraceSizes, register
 from shardzoo.zoo.layers import ColumnLinear, LayerNorm, Leaf, RowLinear, contract
 from shardzoo.zoo.layout import Param
 from shardzoo.zoo.mesh import CONTEXT, DATA, TP
@@ -296,4 +297,12 @@ def _gather(live: Tree, declared: Tree) -> Tree:
 
 PRESETS = {"vit-h-14": Config(embed=1280, mlp=5120, layers=32, heads=16, patch=14)}
 
-register(Family(name="clip-vision", config=Config, declare=declare, presets=PRESETS))
+
+def trace(declared: Encoder, mesh: Mesh, sizes: TraceSizes) -> tuple[Callable, tuple]:
+    """The last hidden state but one, as `Family.trace` says; images are of the size that the model takes."""
+    c = declared.config
+    pixels = jax.ShapeDtypeStruct((sizes.batch, c.channels, c.image, c.image), jnp.float32)
+    return forward(declared, mesh), (pixels,)
+
+
+register(Family(name="clip-vision", config=Config, declare=declare, presets=PRESETS, trace=trace))

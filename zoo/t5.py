@@ -15,6 +15,7 @@ much. It shrinks with the tensor and context degrees.
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 import equinox as eqx
@@ -30,7 +31,7 @@ from shardzoo.errors import InputError, fail_if
 from shardzoo.zoo import layout
 from shardzoo.zoo.attention import attention
 from shardzoo.zoo.decoder import pad, sequence_positions
-from shardzoo.zoo.families import Family, register
+from shardzoo.zoo.families import Family, TraceSizes, register
 from shardzoo.zoo.in_place import block_at
 from shardzoo.zoo.layers import ColumnLinear, Embedding, Leaf, Residual, RMSNorm, RowLinear, gather_residual
 from shardzoo.zoo.layout import Param
@@ -371,4 +372,10 @@ PRESETS = {
     "t5-v1.1-xxl": Config(vocab=32128, embed=4096, layers=24, heads=64, head_dim=64, mlp=10240, shared_bias=True),
 }
 
-register(Family(name="t5", config=Config, declare=declare, presets=PRESETS))
+
+def trace(declared: Encoder, mesh: Mesh, sizes: TraceSizes) -> tuple[Callable, tuple]:
+    """States of whole texts, as `Family.trace` says."""
+    return forward(declared, mesh), (jax.ShapeDtypeStruct((sizes.batch, sizes.tokens), jnp.int32),)
+
+
+register(Family(name="t5", config=Config, declare=declare, presets=PRESETS, trace=trace))

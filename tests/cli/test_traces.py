@@ -1,0 +1,23 @@
+"""What `audit --topology` compiles: every family of the zoo gives its forward pass and abstract inputs."""
+
+import jax
+import pytest
+
+from shardzoo import zoo
+from shardzoo.cli.audit import total
+from shardzoo.zoo import layout
+from shardzoo.zoo.families import TraceSizes
+
+SIZES = TraceSizes(batch=2, tokens=8, frames=5, height=32, width=64)
+FAMILIES = ("clip-vision", "decoder", "t5", "wan-vae")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_trace_is_a_function_of_the_model_and_abstract_inputs(name):
+    family, mesh = zoo.FAMILIES[name], zoo.make_mesh(devices=jax.devices()[:1])
+    assert family.trace is not None
+    declared = min(map(family.declare, family.presets.values()), key=lambda one: total(one)[0])
+    function, inputs = family.trace(declared, mesh, SIZES)
+    assert all(isinstance(leaf, jax.ShapeDtypeStruct) and leaf.shape[0] == 2 for leaf in jax.tree.leaves(inputs))
+    out = jax.eval_shape(function, layout.abstract(declared, mesh), *inputs)
+    assert all(leaf.shape[0] == 2 for leaf in jax.tree.leaves(out))
