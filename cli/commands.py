@@ -18,7 +18,7 @@ from shardzoo.cli.interrupts import uninterrupted
 from shardzoo.cli.terminal import count_text, note, progress_bar, say, say_json, say_table, size_text, working
 from shardzoo.errors import InputError, fail_if
 from shardzoo.zoo import layout
-from shardzoo.zoo.families import FAMILIES, TraceSizes, find_family
+from shardzoo.zoo.families import TraceSizes, family_names, find_family
 from shardzoo.zoo.mesh import Degrees
 
 
@@ -258,7 +258,7 @@ def _leaf_row(path: str, spec: Any) -> tuple[str, ...]:
 
 def presets(family: str | None, *, json: bool) -> None:
     """Prints the presets with their numbers of parameters."""
-    families = [find_family(family)] if family is not None else [FAMILIES[name] for name in sorted(FAMILIES)]
+    families = [find_family(name) for name in ([family] if family is not None else family_names())]
     rows = [
         (f"{one.name}/{name}", judging.total(one.declare(config))[0])
         for one in families

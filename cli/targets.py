@@ -8,7 +8,7 @@ from typing import Any
 from shardzoo.convert.hub import is_hub_address
 from shardzoo.errors import InputError
 from shardzoo.zoo import layout
-from shardzoo.zoo.families import FAMILIES, find_preset
+from shardzoo.zoo.families import family_names, find_preset
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,14 +108,14 @@ def find_target(name: str, **reading: Any) -> Target:
     if is_hub_address(name) or (path.exists() and not is_checkpoint(path)):
         return _source(name, reading)
     given = [f"--{option}" for option, value in reading.items() if value is not None]
-    if given and (path.exists() or name.partition("/")[0] in FAMILIES):
+    if given and (path.exists() or name.partition("/")[0] in family_names()):
         raise InputError(f"{name}: is no PyTorch source, which {', '.join(given)} would be for: leave them out")
     if path.exists():
         return _checkpoint(name, path)
-    if name.partition("/")[0] not in FAMILIES:
+    if name.partition("/")[0] not in family_names():
         raise InputError(
             f"{name}: there is no such file or folder, and no preset of that name: check the path, or choose a preset"
-            f" from `shardzoo presets` (families: {', '.join(sorted(FAMILIES))})"
+            f" from `shardzoo presets` (families: {', '.join(family_names())})"
         )
     family, config = find_preset(name)
     return Target(name, "preset", family.name, family.declare(config))

@@ -18,7 +18,7 @@ import numpy as np
 from shardzoo.cli.terminal import size_text
 from shardzoo.errors import InputError
 from shardzoo.zoo import layout
-from shardzoo.zoo.families import FAMILIES, Family, TraceSizes
+from shardzoo.zoo.families import Family, TraceSizes, family_names, find_family
 from shardzoo.zoo.mesh import Degrees, make_mesh
 
 # What the library asks its surroundings for, where it is not on a TPU machine; the type is any that it knows.
@@ -100,7 +100,7 @@ def compile_forward(
         InputError: the family has no forward pass to compile; the program does not fit the devices' memory.
     """
     if family.trace is None:
-        able = ", ".join(sorted(one.name for one in FAMILIES.values() if one.trace))
+        able = ", ".join(name for name in family_names() if find_family(name).trace)
         raise InputError(f"family={family.name!r} cannot be compiled ahead of time: {able} can")
     declared = declared if dtype is None else layout.astype(declared, dtype)
     mesh = make_mesh(

@@ -71,10 +71,10 @@ def _all() -> dict[str, FamilyRules]:
 
 
 def _named(family: str) -> FamilyRules:
-    known = _all()
-    if family not in known:
-        raise InputError(f"family={family!r} is not one that is converted: use one of {', '.join(known)}")
-    return known[family]
+    if family not in families.FAMILIES:
+        listed = ", ".join(families.FAMILIES)
+        raise InputError(f"family={family!r} is not one that is converted: use one of {listed}")
+    return families.rules_of(family)
 
 
 def _kinds(config: Mapping[str, Any]) -> list[str]:
@@ -85,15 +85,16 @@ def _kinds(config: Mapping[str, Any]) -> list[str]:
 
 
 def _of_kind(config: Mapping[str, Any]) -> FamilyRules | None:
-    known = _all().values()
-    return next((rules for kind in _kinds(config) for rules in known if kind in rules.model_types), None)
+    known = families.FAMILIES.items()
+    name = next((name for kind in _kinds(config) for name, one in known if kind in one.kinds), None)
+    return None if name is None else families.rules_of(name)
 
 
 def _by_config(source: Source, config: Mapping[str, Any]) -> FamilyRules:
     rules = _of_kind(config)
     if rules is not None:
         return rules
-    listed = "; ".join(f"{name} ({', '.join(sorted(rules.model_types))})" for name, rules in _all().items())
+    listed = "; ".join(f"{name} ({', '.join(sorted(one.kinds))})" for name, one in families.FAMILIES.items())
     said = " and ".join(map(repr, _kinds(config))) or repr(config.get("model_type"))
     raise InputError(
         f"{source.root}: no family of this zoo reads it: its config says {said}, its tensors look like:"

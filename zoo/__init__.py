@@ -4,15 +4,20 @@ mesh = zoo.make_mesh(context=2, tensor=3)
 f = zoo.decoder.forward(declared, mesh)
 """
 
-from shardzoo.zoo import clip_vision, decoder, sampling, t5, wan, wan_pipeline, wan_vae
-from shardzoo.zoo.families import FAMILIES, find_family, find_preset
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from shardzoo.zoo.families import family_names, find_family, find_preset
 from shardzoo.zoo.mesh import Degrees, make_mesh
 
+if TYPE_CHECKING:
+    from shardzoo.zoo import clip_vision, decoder, sampling, t5, wan, wan_pipeline, wan_vae
+
 __all__ = [
-    "FAMILIES",
     "Degrees",
     "clip_vision",
     "decoder",
+    "family_names",
     "find_family",
     "find_preset",
     "make_mesh",
@@ -22,3 +27,10 @@ __all__ = [
     "wan_pipeline",
     "wan_vae",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """A module of a family, imported when it is first asked for."""
+    if name in __all__:
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,6 +1,6 @@
 """The families of the zoo by name: what a manifest's `family` and `config` turn into.
 
-To add a family: write `zoo/<family>.py`, which registers it, and import it in `zoo/__init__.py`; for conversion write
+To add a family: write `zoo/<family>.py`, which registers it, and name it in `MODULES` here; for conversion write
 `convert/families/<family>.py` and name it in `convert/families/__init__.py`. Everything else, the command line
 included, takes what it needs from `Family` and `FamilyRules`.
 
@@ -10,9 +10,10 @@ kind, so that it goes to JSON and back unchanged.
 
 import dataclasses
 import difflib
+import importlib
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from jax.sharding import Mesh
@@ -58,7 +59,9 @@ class Family:
     text: str | None = None
 
 
-FAMILIES: dict[str, Family] = {}
+# The zoo's own families and their modules, imported when a family is asked for: a program pays for those that it uses.
+MODULES = {"clip-vision": "clip_vision", "decoder": "decoder", "t5": "t5", "wan": "wan", "wan-vae": "wan_vae"}
+FAMILIES: dict[str, Family] = {}  # those registered so far
 
 
 def register(family: Family) -> Family:
@@ -79,9 +82,16 @@ def find_family(name: str) -> Family:
     Raises:
         InputError: there is none; the message lists those there are.
     """
+    if name not in FAMILIES and name in MODULES:
+        importlib.import_module(f"{__package__}.{MODULES[name]}")
     if name not in FAMILIES:
-        raise InputError(f"family={name!r} is not in this zoo: {_choices(name, FAMILIES)}")
+        raise InputError(f"family={name!r} is not in this zoo: {_choices(name, family_names())}")
     return FAMILIES[name]
+
+
+def family_names() -> list[str]:
+    """The families that `find_family` finds, in alphabetical order."""
+    return sorted({*MODULES, *FAMILIES})
 
 
 def find_preset(name: str) -> tuple[Family, Any]:
@@ -97,7 +107,7 @@ def find_preset(name: str) -> tuple[Family, Any]:
     return family, family.presets[preset]
 
 
-def _choices(name: str, known: Mapping[str, Any]) -> str:
+def _choices(name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {close[0]!r}? " if close else ""
     return f"{hint}There are {', '.join(sorted(known)) or 'none'}"

@@ -1,8 +1,9 @@
 """What the converter knows of each family: its published layouts, its rules, and how its configs read.
 
-One file a family, named in `FAMILIES`, with the family's rules as `FAMILY`. The model itself is declared by the family
-of the same name in the zoo, which that file imports. A source is of the family that its config names, by
-`_class_name`, `architectures` or `model_type`; without a config, of the family whose rules know most of its tensors.
+One file a family, named in `FAMILIES`, with the family's rules as `FAMILY`; it is imported when a source may be of it.
+The model itself is declared by the family of the same name in the zoo, which that file imports. A source is of the
+family that its config names, by `_class_name`, `architectures` or `model_type`; without a config, of the family whose
+rules know most of its tensors.
 """
 
 import dataclasses
@@ -45,7 +46,6 @@ class FamilyRules:
     Attributes:
         family: name in `shardzoo.zoo.families`.
         part: name of what the family runs, among the parts of a source that holds several.
-        model_types: values of `_class_name`, `architectures` or `model_type` in config.json that it reads.
         layouts: the layouts it reads, the commonest first.
         rules: source tensors to leaves; rules whose leaf a config does not declare are left out.
         ties: key of a tensor -> leaf that it must equal where the config ties the two.
@@ -59,7 +59,6 @@ class FamilyRules:
 
     family: str
     part: str
-    model_types: frozenset[str]
     layouts: tuple[Layout, ...]
     rules: tuple[Rule, ...] = ()
     ties: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -82,12 +81,33 @@ class FamilyRules:
         return find_family(self.family).declare(config)
 
 
+@dataclasses.dataclass(frozen=True)
+class Known:
+    """What is known of a family before its file is imported.
+
+    Attributes:
+        module: where its rules are.
+        kinds: values of `_class_name`, `architectures` or `model_type` in config.json that it reads.
+    """
+
+    module: str
+    kinds: frozenset[str]
+
+
+def _known(module: str, *kinds: str) -> Known:
+    return Known(f"{__name__}.{module}", frozenset(kinds))
+
+
 FAMILIES = {
-    "decoder": "shardzoo.convert.families.decoder",
-    "wan": "shardzoo.convert.families.wan",
-    "t5": "shardzoo.convert.families.t5",
-    "wan-vae": "shardzoo.convert.families.wan_vae",
-    "clip-vision": "shardzoo.convert.families.clip_vision",
+    "decoder": _known(
+        "decoder",
+        *("llama", "mistral", "qwen2", "qwen3", "qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text"),
+        *("mistral3", "llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"),
+    ),
+    "wan": _known("wan", "WanTransformer3DModel", "WanModel", "t2v", "i2v", "flf2v", "ti2v"),
+    "t5": _known("t5", "umt5", "t5", "mt5"),
+    "wan-vae": _known("wan_vae", "AutoencoderKLWan", "AutoencoderKLQwenImage"),
+    "clip-vision": _known("clip_vision", "clip_vision_model", "clip"),
 }
 
 
@@ -98,4 +118,4 @@ def rules_of(family: str) -> FamilyRules:
     Raises:
         KeyError: there are none (callers check `FAMILIES`).
     """
-    return importlib.import_module(FAMILIES[family]).FAMILY
+    return importlib.import_module(FAMILIES[family].module).FAMILY

@@ -190,7 +190,6 @@ def write_config(config: Config, layout: str) -> dict[str, Any] | None:
 FAMILY = FamilyRules(
     family="clip-vision",
     part="image_encoder",
-    model_types=frozenset({"clip_vision_model", "clip"}),
     layouts=LAYOUTS,
     rules=RULES,
     unused=UNUSED,

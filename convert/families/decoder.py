@@ -311,7 +311,6 @@ def _sliding(text: Mapping[str, Any], kind: str) -> tuple[int | None, tuple[bool
 FAMILY = FamilyRules(
     family="decoder",
     part="language_model",
-    model_types=frozenset(_TEXT | set(_MULTIMODAL)),
     layouts=LAYOUTS,
     rules=RULES,
     ties={"{head}weight": "embed.weight"},

@@ -169,7 +169,6 @@ def write_config(config: Config, layout: str) -> dict[str, Any] | None:
 FAMILY = FamilyRules(
     family="t5",
     part="text_encoder",
-    model_types=frozenset(_SHARED_BIAS),
     layouts=LAYOUTS,
     rules=RULES,
     ties={"{tied}weight": "embed.weight", "{other}weight": "embed.weight"},

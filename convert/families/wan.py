@@ -297,7 +297,6 @@ def _kind(config: Config) -> str:
 FAMILY = FamilyRules(
     family="wan",
     part="transformer",
-    model_types=frozenset({"WanTransformer3DModel", "WanModel", *_KINDS}),
     layouts=LAYOUTS,
     unused=UNUSED,
     read_config=read_config,

@@ -272,7 +272,6 @@ def write_config(config: Config, layout: str) -> dict[str, Any] | None:
 FAMILY = FamilyRules(
     family="wan-vae",
     part="vae",
-    model_types=frozenset({"AutoencoderKLWan", "AutoencoderKLQwenImage"}),
     layouts=LAYOUTS,
     read_config=read_config,
     config_optional=True,

@@ -16,9 +16,9 @@ TINY = zoo.decoder.Config(vocab=512, embed=256, layers=2, heads=8, kv_heads=2, h
 @pytest.fixture(scope="module", autouse=True)
 def tiny_preset():
     """A preset that compiles quickly, under a family of its own so that the zoo's list stays as it is."""
-    from shardzoo.zoo.families import FAMILIES
+    from shardzoo.zoo.families import FAMILIES, find_family
 
-    FAMILIES["tiny"] = dataclasses.replace(FAMILIES["decoder"], name="tiny", presets={"x": TINY})
+    FAMILIES["tiny"] = dataclasses.replace(find_family("decoder"), name="tiny", presets={"x": TINY})
     yield
     del FAMILIES["tiny"]
 

@@ -14,7 +14,7 @@ FAMILIES = ("clip-vision", "decoder", "t5", "wan-vae")
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_trace_is_a_function_of_the_model_and_abstract_inputs(name):
-    family, mesh = zoo.FAMILIES[name], zoo.make_mesh(devices=jax.devices()[:1])
+    family, mesh = zoo.find_family(name), zoo.make_mesh(devices=jax.devices()[:1])
     assert family.trace is not None
     declared = min(map(family.declare, family.presets.values()), key=lambda one: total(one)[0])
     function, inputs = family.trace(declared, mesh, SIZES)

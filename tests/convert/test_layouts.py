@@ -15,6 +15,7 @@ from shardzoo import checkpoints
 from shardzoo.convert import families, relayout
 from shardzoo.convert.convert import convert, plan_conversion
 from shardzoo.convert.export import export
+from shardzoo.convert.families import Known
 from shardzoo.convert.verify import verify
 from shardzoo.errors import InputError
 
@@ -23,7 +24,7 @@ CONFIG = Config()
 
 @pytest.fixture(autouse=True)
 def pair(monkeypatch):
-    monkeypatch.setitem(families.FAMILIES, "pair", "two_layouts")
+    monkeypatch.setitem(families.FAMILIES, "pair", Known("two_layouts", frozenset({"PairModel", "pair"})))
 
 
 @pytest.fixture
@@ -163,7 +164,7 @@ def test_tensors_that_two_families_know_are_refused_until_one_is_named(sources, 
     (sources["packed"] / "config.json").unlink()
     twin = dataclasses.replace(two_layouts.FAMILY, family="twin")
     rules = {"pair": two_layouts.FAMILY, "twin": twin}
-    monkeypatch.setitem(families.FAMILIES, "twin", "two_layouts")
+    monkeypatch.setitem(families.FAMILIES, "twin", Known("two_layouts", frozenset()))
     monkeypatch.setattr(families, "rules_of", lambda name, known=families.rules_of: rules.get(name) or known(name))
     with pytest.raises(InputError, match=r"may be of family pair \(layout 'packed', knows 13 of them\) or twin"):
         plan_conversion(sources["packed"])

@@ -109,7 +109,6 @@ def write_config(config: Config, layout: str) -> dict[str, Any] | None:
 FAMILY = FamilyRules(
     family="pair",
     part="transformer",
-    model_types=frozenset({"PairModel", "pair"}),
     layouts=(
         Layout(name="apart", rules=APART, stem="diffusion_model"),
         Layout(name="packed", roots={"root": "blocks."}, rules=PACKED, unused={"seen": "a counter"}),

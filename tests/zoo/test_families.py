@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import subprocess
+import sys
 from typing import Literal
 
 import pytest
@@ -42,6 +44,7 @@ def test_fields_of_another_version_are_refused():
 
 def test_names(monkeypatch):
     monkeypatch.setattr(families, "FAMILIES", {})
+    monkeypatch.setattr(families, "MODULES", {})
     family = register(Family("tiny", Config, lambda config: None, {"one": CONFIG}))
     assert register(family) is find_family("tiny") and find_preset("tiny/one") == (family, CONFIG)
     with pytest.raises(ValueError, match="there is a family 'tiny' already"):
@@ -75,3 +78,19 @@ def test_values_of_other_types_are_refused_by_name(name, value, words):
     assert config_from_json(Config, {**whole, "inner": {"theta": 1}}).inner.theta == 1
     with pytest.raises(InputError, match=words):
         config_from_json(Config, {**whole, name: value})
+
+
+def test_a_program_imports_the_families_it_asks_for():
+    program = """
+import sys
+from shardzoo import zoo
+from shardzoo.convert import convert, finding
+from shardzoo.convert.families import FAMILIES
+loaded = lambda: {name for name in zoo.families.MODULES.values() if f"shardzoo.zoo.{name}" in sys.modules}
+assert not loaded(), loaded()
+assert zoo.find_family("decoder").name == "decoder" and loaded() == {"decoder"}, loaded()
+assert finding._of_kind({"model_type": "llama"}).family == "decoder" and loaded() == {"decoder"}, loaded()
+assert zoo.t5.PRESETS and loaded() == {"decoder", "t5"}
+assert set(FAMILIES) == set(zoo.family_names())
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
