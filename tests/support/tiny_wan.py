@@ -37,6 +37,7 @@ TRANSFORMER = {
 IMAGE = {"image_dim": 24, "added_kv_proj_dim": 48}
 # Latent channels are as many as published: the original's files say nothing of their statistics.
 VAE = {"base_dim": 8, "z_dim": 16}
+SMALL_VAE = {**VAE, "dim_mult": [1, 2], "num_res_blocks": 1, "temperal_downsample": [False]}
 NEWER = wan_vae.PRESETS["wan2.2-vae"]
 VAE_22 = {
     "base_dim": 8,
@@ -70,6 +71,7 @@ T5 = {
 }
 # kind: (what differs in the transformer, VAE, CLIP or not, experts, options of the pipeline)
 KINDS: Mapping[str, tuple[dict, dict, bool, int, dict]] = {
+    "small": ({}, SMALL_VAE, False, 1, {}),  # of few tensors: quickly converted, and of no other use
     "t2v": ({}, VAE, False, 1, {}),
     "i2v": ({"in_channels": 36, **IMAGE}, VAE, True, 1, {}),
     "flf2v": ({"in_channels": 36, **IMAGE, "pos_embed_seq_len": 10}, VAE, True, 1, {}),
