@@ -19,6 +19,9 @@ from shardzoo.errors import InputError, fail_if
 from shardzoo.strict_json import parse_object
 
 PIPELINE = "pipeline.json"
+PARTIAL = (
+    "pipeline.partial.json"  # of the converter: component -> identity of what is being converted, while that lasts
+)
 FILES = "files"
 FORMAT, VERSION = "shardzoo pipeline", 1
 
@@ -116,6 +119,11 @@ def is_pipeline(path: str | Path) -> bool:
     return (Path(path) / PIPELINE).is_file()
 
 
+def is_unfinished(path: str | Path) -> bool:
+    """Whether this is the folder of a pipeline that the converter has not finished."""
+    return (Path(path) / PARTIAL).is_file() and not is_pipeline(path)
+
+
 def open_pipeline(path: str | Path) -> Pipeline:
     """Reads `pipeline.json`; opens no checkpoint.
 
@@ -126,6 +134,8 @@ def open_pipeline(path: str | Path) -> Pipeline:
     try:
         data = where.read_bytes()
     except OSError as error:
+        if (Path(path) / PARTIAL).is_file():
+            raise InputError(f"{path}: is an unfinished pipeline: run the command that was writing it again") from error
         raise InputError(f"{where}: cannot be read ({error.strerror})") from error
     record = parse_object(data, str(where))
     if record.get("format") != FORMAT or record.get("version") != VERSION:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from shardzoo.checkpoints.pipeline import is_pipeline
+from shardzoo.checkpoints.pipeline import is_pipeline, is_unfinished
 from shardzoo.cli import audit as judging
 from shardzoo.cli import reports, targets
 from shardzoo.cli.interrupts import uninterrupted
@@ -369,7 +369,7 @@ def _check_request(engine: Any, declared: Any, ids: list[list[int]], options: Re
 
 def makes_videos(checkpoint: Path) -> bool:
     """Whether generate makes a video of this: of a pipeline, not of a checkpoint."""
-    return is_pipeline(checkpoint)
+    return is_pipeline(checkpoint) or is_unfinished(checkpoint)
 
 
 def refuse_options(checkpoint: Path, what: str, options: Mapping[str, Any]) -> None:

@@ -64,11 +64,11 @@ def find_pipeline(path: Path, component: list[str] | None) -> Any:
     """The pipeline in a folder that convert wrote (`Pipeline`), or None where it is one checkpoint.
 
     Raises:
-        InputError: components were named and it has not all of them, or is no pipeline.
+        InputError: an unfinished one; components were named and it has not all of them, or is no pipeline.
     """
-    from shardzoo.checkpoints.pipeline import is_pipeline, open_pipeline
+    from shardzoo.checkpoints.pipeline import is_pipeline, is_unfinished, open_pipeline
 
-    if not is_pipeline(path):
+    if not is_pipeline(path) and not is_unfinished(path):
         if component:
             raise InputError(f"{path}: is no pipeline, which --component would be for: leave it out")
         return None
@@ -83,10 +83,10 @@ def find_targets(name: str, component: list[str] | None, **reading: Any) -> list
     Raises:
         InputError: as `find_target`, or a component that is not there.
     """
-    from shardzoo.checkpoints.pipeline import is_pipeline
+    from shardzoo.checkpoints.pipeline import is_pipeline, is_unfinished
     from shardzoo.convert.pipeline import plan_components
 
-    if is_pipeline(name):
+    if is_pipeline(name) or is_unfinished(name):
         pipeline = find_pipeline(Path(name), component)
         return [_checkpoint(f"{name}/{part}", Path(name) / part) for part in component or pipeline.components]
     variant = reading.pop("variant", None)

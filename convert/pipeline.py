@@ -17,7 +17,7 @@ from typing import Any
 
 from shardzoo.checkpoints.manifest import FileEntry, sha256
 from shardzoo.checkpoints.orbax_layout import CHECKPOINT_METADATA
-from shardzoo.checkpoints.pipeline import FILES, Component, Pipeline, is_pipeline, open_pipeline
+from shardzoo.checkpoints.pipeline import FILES, PARTIAL, Component, Pipeline, is_pipeline, open_pipeline
 from shardzoo.checkpoints.staging import check_destination
 from shardzoo.checkpoints.store import storage_error, sync_folder, write_file
 from shardzoo.convert import convert as conversion
@@ -33,7 +33,6 @@ from shardzoo.errors import InputError, fail_if
 from shardzoo.progress import Progress
 
 STATE = "export.state"  # what the parts of an unfinished export are of
-PARTIAL = "pipeline.partial.json"  # component -> identity of what is being converted, while that lasts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

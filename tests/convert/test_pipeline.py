@@ -11,7 +11,7 @@ import tiny_wan
 from command_line import invoke
 
 from shardzoo import checkpoints
-from shardzoo.checkpoints.pipeline import is_pipeline, open_pipeline
+from shardzoo.checkpoints.pipeline import PARTIAL, is_pipeline, open_pipeline
 from shardzoo.convert import convert as conversion
 from shardzoo.convert import export as exporting
 from shardzoo.convert import pipeline as pipelines
@@ -120,13 +120,16 @@ def test_an_interrupted_run_never_looks_whole_and_carries_on(saved, tmp_path, mo
     with pytest.raises(KeyboardInterrupt):
         run(source, dst)
     assert not is_pipeline(dst)
+    for words in (("inspect", dst), ("verify", dst), ("export", dst, tmp_path / "x"), ("audit", dst, "--mesh", "one")):
+        ended = invoke(*words)
+        assert ended.status == 1 and "is an unfinished pipeline: run the command" in ended.err
     first = tiny_models.files(dst / calls[0])
     with pytest.raises(InputError, match=rf"--no-resume(.|\n)*{calls[0]}: was left by a run of another source"):
         run(source, dst, dtype="bfloat16")
     report = run(source, dst)
     assert calls[2:] == [name for name in open_pipeline(dst).components if name != calls[0]]
     assert report.notes == (f"{calls[0]}: was there from an interrupted run",)
-    assert tiny_models.files(dst / calls[0]) == first and not (dst / pipelines.PARTIAL).exists()
+    assert tiny_models.files(dst / calls[0]) == first and not (dst / PARTIAL).exists()
     pipelines.verify(open_pipeline(dst), find_pipeline(source))
 
 
