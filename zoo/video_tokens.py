@@ -41,12 +41,11 @@ def patches(
 
 
 def join_patches(
-    tokens: Float[Array, "batch seq patch_frames patch_height patch_width channels"], grid: Sizes
+    tokens: Float[Array, "batch seq patch_channels"], grid: Sizes, patch: Sizes
 ) -> Float[Array, "batch channels frames height width"]:
-    """The video that these patches make: the inverse of `patches`, but for the place of the channels."""
-    batch, _, *patch, channels = tokens.shape
-    x = tokens.reshape(batch, *grid, *patch, channels).transpose(0, 7, 1, 4, 2, 5, 3, 6)
-    return x.reshape(batch, channels, *(n * p for n, p in zip(grid, patch, strict=True)))
+    """The video of this grid of patches: the inverse of `patches`, but for the channels, which are innermost here."""
+    x = tokens.reshape(tokens.shape[0], *grid, *patch, -1).transpose(0, 7, 1, 4, 2, 5, 3, 6)
+    return x.reshape(*x.shape[:2], *(n * p for n, p in zip(grid, patch, strict=True)))
 
 
 def grid_rotary(head_dim: int, grid: Sizes, tokens: Int[Array, " seq"], theta: float = 1e4) -> Rotary:
@@ -84,5 +83,7 @@ def sinusoid(timesteps: Num[Array, "*lead"], size: int, period: float = 1e4) -> 
     """Cosines, then sines, of each timestep at size / 2 frequencies from 1 down to 1 / period; float32."""
     half = size // 2
     exponents = np.float32(-math.log(period)) * np.arange(half, dtype=np.float32) / np.float32(half)
-    angles = timesteps.astype(jnp.float32)[..., None] * np.exp(exponents)
+    # Rounded once, as PyTorch's are but for two of 128: numpy's own float32 is off by 2e-4 in the angle of 7,000.
+    frequencies = np.exp(exponents.astype(np.float64)).astype(np.float32)
+    angles = timesteps.astype(jnp.float32)[..., None] * frequencies
     return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)

@@ -16,16 +16,19 @@ import numpy as np
 from beartype import beartype
 from jax import P, lax
 from jax.sharding import AbstractMesh, Mesh
-from jaxtyping import Array, Float, Int, Num, jaxtyped
+from jaxtyping import Array, Float, Int, Num, Shaped, jaxtyped
 
-from shardzoo.errors import InputError, fail_if
+from shardzoo.errors import fail_if
 from shardzoo.zoo import layout
+from shardzoo.zoo.attention import attention
 from shardzoo.zoo.families import Family, register
 from shardzoo.zoo.layers import SEQ, Residual
 from shardzoo.zoo.mesh import CONTEXT, DATA, TP
 from shardzoo.zoo.video_tokens import Sizes, grid_of, grid_rotary, join_patches, patches
 from shardzoo.zoo.wan_model import Config, Context, Host, Modulation, Timesteps, Wan, own_share
 
+CHUNK = 4096
+ROWS = 16  # chunks are padded to a multiple of this many tokens on each device, as tiles of 16-bit floats are
 TEXT_TOKENS = 512  # texts are zero-padded to this length, and the zeros attended to
 
 
@@ -41,11 +44,7 @@ class Run:
     residual: Residual = "whole"
     remat: bool = False
     dtype: Any = None
-
-    @property
-    def stream_axes(self) -> tuple[str, ...]:
-        """Mesh axes that split the tokens of the stream."""
-        return (CONTEXT,) if self.residual == "whole" else (CONTEXT, *TP)
+    chunk: int = CHUNK
 
     def activations(self, model: Wan) -> Any:
         return model.blocks.mlp.up.weight.dtype if self.dtype is None else self.dtype
@@ -74,6 +73,7 @@ def forward(
     residual: Residual = "whole",
     remat: bool = False,
     dtype: Any = None,
+    chunk: int = CHUNK,
 ) -> Forward:
     """The pure function `f(model, latents, timesteps, *, text, image, context)`: to be jitted, alone or within another.
 
@@ -96,14 +96,16 @@ def forward(
         residual: "seq" splits the stream between blocks along the sequence over the tensor axes as well.
         remat: compute each block again in the backward pass rather than keep its activations.
         dtype: of the activations; None is that of the blocks' weights.
+        chunk: most tokens that a device works on at once outside the attention among them: bounds its memory.
 
     Raises:
-        InputError: the mesh does not fit the declaration; an unknown residual.
+        InputError: the mesh does not fit the declaration; an unknown residual; a chunk below 1.
     """
     layout.audit(declared, mesh)
-    if residual not in ("whole", "seq"):
-        raise InputError(f"wan.forward: residual={residual!r} is unknown: use 'whole' or 'seq'")
-    run = Run(residual=residual, remat=remat, dtype=None if dtype is None else jnp.dtype(dtype))
+    problems = [] if residual in ("whole", "seq") else [f"residual={residual!r} is unknown: use 'whole' or 'seq'"]
+    problems += [] if chunk >= 1 else [f"chunk={chunk} is not at least 1: change it"]
+    fail_if(problems, "wan.forward")
+    run = Run(residual=residual, remat=remat, dtype=None if dtype is None else jnp.dtype(dtype), chunk=chunk)
 
     @jaxtyped(typechecker=beartype)
     def f(
@@ -264,39 +266,130 @@ def _forward(
     context: Context | None = None,
 ) -> Float[Array, "batch out_channels frames height width"]:
     """One device's rows of the result."""
-    config, dtype, axes = model.config, run.activations(model), run.stream_axes
+    config, dtype = model.config, run.activations(model)
     model = gather_ends(model, declared, ("patch", "time", "text", "image", "head"))
-    tokens, ways = math.prod(grid), lax.axis_size(axes)
-    x = own_share(pad(patches(latents.astype(dtype), config.patch), SEQ, ways), axes)
-    x = model.patch(x).astype(jnp.float32)
-    modulation = _modulation(model, run, values, index, ways)
-    share = -(-tokens // ways) * ways // lax.axis_size(CONTEXT)
-    turn = grid_rotary(config.head_dim, grid, lax.axis_index(CONTEXT) * share + jnp.arange(share))
-    lengths = None if tokens % ways == 0 else jnp.full(latents.shape[0], tokens, jnp.int32)
+    tokens = math.prod(grid)
+    split = Split.of(tokens, run)
+    x = model.patch(split.own(patches(latents.astype(dtype), config.patch))).astype(jnp.float32)
+    modulation = _modulation(model, run, split, values, index)
+    turn = grid_rotary(config.head_dim, grid, lax.axis_index(CONTEXT) * split.share + jnp.arange(split.share))
+    lengths = None if split.total == tokens else jnp.full(latents.shape[0], tokens, jnp.int32)
     embedded = None if text is None else _embedded(model, run, text, image)
 
     def body(x, inputs):
         block, keys = inputs
         block = layout.gather_at_rest(block, declared.blocks)
         keys = block.cross.context(*embedded) if keys is None else keys
-        return block(x, modulation, keys, turn, lengths, dtype, run.residual), None
+
+        # Between the chunks heads lie as the TPU's kernel reads them, so that a chunk is copied and never all tokens.
+        def project(x, turn, along):
+            q, kv = block.project(x, modulation._replace(**along), turn, dtype, run.residual)
+            return [y.reshape(*y.shape[:2], -1) for y in (q, kv[:, :, 0], kv[:, :, 1])]
+
+        def finish(x, attended, along):
+            attended = attended.reshape(*attended.shape[:2], -1, config.head_dim)
+            return block.finish(x, attended, modulation._replace(**along), keys, run.residual)
+
+        flat = split.each_chunk(project, x, turn, modulation.along)
+        q, k, v = (y.reshape(*y.shape[:2], -1, config.head_dim) for y in flat)
+        attended = attention(q, jnp.stack([k, v], axis=2), lengths=lengths)
+        return split.update_chunks(finish, x, attended.reshape(*attended.shape[:2], -1), modulation.along), None
 
     body = jax.checkpoint(body, prevent_cse=False) if run.remat else body
     x, _ = lax.scan(body, x, (model.blocks, context))
-    with jax.default_matmul_precision("highest"):
-        y = model.head(x, modulation)
-    y = lax.all_gather(y, axes, axis=SEQ, tiled=True, to="invarying")
-    return join_patches(y[:, :tokens], grid)
+    return join_patches(split.join(model.head(x, modulation))[:, :tokens], grid, config.patch)
 
 
-def _modulation(model: Wan, run: Run, values: Array, index: Array | None, ways: int) -> Modulation:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Split:
+    """How tokens lie on devices: contiguous shares over `context`, each in chunks, each chunk over the tensor axes.
+
+    Over the tensor axes only with the "seq" residual. What a device gathers of its chunk is then a contiguous stretch.
+
+    Attributes:
+        context, tensor: devices.
+        chunks: how many chunks each device works on, one after another.
+        size: tokens of a chunk on one device.
+    """
+
+    context: int
+    tensor: int
+    chunks: int
+    size: int
+
+    @classmethod
+    def of(cls, tokens: int, run: Run) -> "Split":
+        context = lax.axis_size(CONTEXT)
+        tensor = lax.axis_size(TP) if run.residual == "seq" else 1
+        chunks = -(-tokens // (context * run.chunk))
+        size = -(-tokens // (context * chunks * tensor))
+        return cls(context=context, tensor=tensor, chunks=chunks, size=size if chunks == 1 else -(-size // ROWS) * ROWS)
+
+    @property
+    def share(self) -> int:
+        """Tokens of a device's share over `context`."""
+        return self.chunks * self.tensor * self.size
+
+    @property
+    def total(self) -> int:
+        return self.context * self.share
+
+    def own_context(self, x: Shaped[Array, "batch seq ..."]) -> Shaped[Array, "batch share ..."]:
+        """This device's share over `context` of an unpadded sequence that is whole."""
+        return own_share(pad(x, SEQ, self.total), (CONTEXT,))
+
+    def by_device(self, x: Shaped[Array, "batch share ..."]) -> Shaped[Array, "batch share ..."]:
+        """A share over `context` in another order: what each device of the tensor axes holds, device by device."""
+        split = x.reshape(x.shape[0], self.chunks, self.tensor, self.size, *x.shape[2:])
+        return split.swapaxes(1, 2).reshape(x.shape)
+
+    def own(self, x: Shaped[Array, "batch seq ..."]) -> Shaped[Array, "batch part_seq ..."]:
+        """The tokens that this device holds of an unpadded sequence that is whole."""
+        mine = self.by_device(self.own_context(x))
+        return mine if self.tensor == 1 else own_share(mine, TP)
+
+    def join(self, x: Shaped[Array, "batch part_seq channels"]) -> Shaped[Array, "batch seq channels"]:
+        """The padded sequence, whole on all devices, from what each one holds: one all-gather."""
+        axes = (CONTEXT,) if self.tensor == 1 else (CONTEXT, *TP)
+        parts = lax.all_gather(x, axes, axis=0, to="invarying")
+        batch, channels = x.shape[0], x.shape[2]
+        parts = parts.reshape(self.context, self.tensor, batch, self.chunks, self.size, channels)
+        return parts.transpose(2, 0, 3, 1, 4, 5).reshape(batch, self.total, channels)
+
+    def each_chunk(self, f: Callable[..., Any], *args: Any) -> Any:
+        """f of the first chunk of every array in the arguments, of the second and so on, and the results joined."""
+        if self.chunks == 1:
+            return f(*args)
+        return jax.tree.map(_joined, lax.map(lambda part: f(*part), jax.tree.map(self._cut, args)))
+
+    def update_chunks(self, f: Callable[..., Array], x: Array, *args: Any) -> Array:
+        """The same for an f that gives the new x, each chunk of which takes the place of the old one."""
+        if self.chunks == 1:
+            return f(x, *args)
+
+        def body(x: Array, inputs: tuple[Array, Any]) -> tuple[Array, None]:
+            chunk, part = inputs
+            new = f(lax.dynamic_index_in_dim(x, chunk, 0, keepdims=False), *part)
+            return lax.dynamic_update_index_in_dim(x, new, chunk, 0), None
+
+        inputs = jnp.arange(self.chunks), jax.tree.map(self._cut, args)
+        return _joined(lax.scan(body, self._cut(x), inputs)[0])
+
+    def _cut(self, x: Shaped[Array, "batch seq ..."]) -> Shaped[Array, "chunks batch chunk ..."]:
+        return x.reshape(x.shape[0], self.chunks, -1, *x.shape[2:]).swapaxes(0, 1)
+
+
+def _joined(x: Shaped[Array, "chunks batch chunk ..."]) -> Shaped[Array, "batch seq ..."]:
+    return x.swapaxes(0, 1).reshape(x.shape[1], -1, *x.shape[3:])
+
+
+def _modulation(model: Wan, run: Run, split: Split, values: Array, index: Array | None) -> Modulation:
     """What the timesteps give; one for each token only of this device's tokens."""
-    if index is not None:
-        index = own_share(pad(index, SEQ, ways), run.stream_axes)
     each = index is None and values.shape[1] > 1
-    values = own_share(pad(values, SEQ, ways), (CONTEXT,)) if each else values
+    values = split.by_device(split.own_context(values)) if each else values
     with jax.default_matmul_precision("highest"):
-        return Modulation(*model.time(values, run.residual if each else "whole"), index)
+        blocks, head = model.time(values, run.residual if each else "whole")
+    return Modulation(blocks, head, None if index is None else split.own(index))
 
 
 def gather_ends(model: Wan, declared: Wan, parts: Sequence[str], *, to: str = "varying") -> Wan:

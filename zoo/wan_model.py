@@ -11,6 +11,7 @@ float32 whatever the dtype of the activations.
 """
 
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -22,7 +23,7 @@ from jaxtyping import Array, Float, Int, Num, Shaped
 
 from shardzoo.errors import fail_if
 from shardzoo.zoo import layout
-from shardzoo.zoo.attention import attention, cross_attention
+from shardzoo.zoo.attention import cross_attention
 from shardzoo.zoo.layers import (
     SEQ,
     ColumnLinear,
@@ -116,6 +117,13 @@ class Modulation(NamedTuple):
     head: Float[Array, "batch count embed"]
     index: Int[Array, "batch part_seq"] | None = None
 
+    @property
+    def along(self) -> dict[str, Array]:
+        """What of it is split like the stream, by name."""
+        if self.index is not None:
+            return {"index": self.index}
+        return {"blocks": self.blocks} if self.blocks.shape[SEQ] > 1 else {}
+
     def rows(self, table: Float[Array, "rows embed"], values: Array) -> list[Float[Array, "batch n embed"]]:
         """The rows of table + values, one for all tokens or for each of this device's."""
         added = table.astype(jnp.float32) + values
@@ -133,7 +141,7 @@ def own_share(x: Shaped[Array, "batch all_seq ..."], axes: tuple[str, ...]) -> S
     return lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * size, size, axis=SEQ)
 
 
-def _widened(x: Float[Array, "batch part_seq embed"], norm: LayerNorm, shift: Array, scale: Array) -> Array:
+def _modulated(x: Float[Array, "batch part_seq embed"], norm: LayerNorm, shift: Array, scale: Array) -> Array:
     """The stream, normed and modulated; float32."""
     return norm(x) * (1 + scale) + shift
 
@@ -163,17 +171,13 @@ class SelfAttention(eqx.Module):
             out=_out(c),
         )
 
-    def __call__(
-        self,
-        x: Float[Array, "batch seq embed"],
-        turn: Rotary,
-        lengths: Int[Array, " batch"] | None,
-        residual: Residual = WHOLE_STREAM,
-    ) -> Float[Array, "batch part_seq embed"]:
+    def project(
+        self, x: Float[Array, "batch seq embed"], turn: Rotary
+    ) -> tuple[Float[Array, "batch seq heads head_dim"], Float[Array, "batch seq two heads head_dim"]]:
+        """Queries, and keys and values."""
         qkv = self.qkv(x)
         q, k = norm_together((self.q_norm, qkv[:, :, 0]), (self.k_norm, qkv[:, :, 1]))
-        kv = jnp.stack([rotate_pairs(k, turn), qkv[:, :, 2]], axis=2)
-        return self.out(attention(rotate_pairs(q, turn), kv, lengths=lengths), residual)
+        return rotate_pairs(q, turn), jnp.stack([rotate_pairs(k, turn), qkv[:, :, 2]], axis=2)
 
 
 def _head_norm(c: Config) -> RMSNorm:
@@ -267,7 +271,7 @@ class Mlp(eqx.Module):
 
 
 class Block(eqx.Module):
-    """One layer: self-attention, cross-attention, mlp, on a stream in float32.
+    """One layer on a stream in float32, in two halves round the attention among its tokens.
 
     Collectives of a block, besides those of `attention` and, where the keys of the condition are not given, one
     all-reduce for their norm; all over the tensor axes: two small all-reduces for the norms of queries (and keys), and
@@ -292,24 +296,36 @@ class Block(eqx.Module):
             plain_norm=LayerNorm(eps=c.eps),
         )
 
-    def __call__(
+    def project(
         self,
         x: Float[Array, "batch part_seq embed"],
         modulation: Modulation,
-        context: Context,
         turn: Rotary,
-        lengths: Int[Array, " batch"] | None,
         dtype: Any,
         residual: Residual = WHOLE_STREAM,
-    ) -> Float[Array, "batch part_seq embed"]:
-        def gathered(y: Array) -> Array:
-            return gather_residual(y.astype(dtype), residual)
+    ) -> tuple[Float[Array, "batch seq heads head_dim"], Float[Array, "batch seq two heads head_dim"]]:
+        """Queries, and keys and values, in `dtype` from the stream."""
+        shift, scale, *_ = modulation.rows(self.table, modulation.blocks)
+        y = _modulated(x, self.plain_norm, shift, scale).astype(dtype)
+        return self.attn.project(gather_residual(y, residual), turn)
 
-        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = modulation.rows(self.table, modulation.blocks)
-        y = gathered(_widened(x, self.plain_norm, shift, scale))
-        x = x + self.attn(y, turn, lengths, residual) * gate
+    def finish(
+        self,
+        x: Float[Array, "batch part_seq embed"],
+        attended: Float[Array, "batch seq heads head_dim"],
+        modulation: Modulation,
+        context: Context,
+        residual: Residual = WHOLE_STREAM,
+    ) -> Float[Array, "batch part_seq embed"]:
+        """The stream after this block, from what the queries got."""
+
+        def gathered(y: Array) -> Array:
+            return gather_residual(y.astype(attended.dtype), residual)
+
+        _, _, gate, shift, scale, mlp_gate = modulation.rows(self.table, modulation.blocks)
+        x = x + self.attn.out(attended, residual) * gate
         x = x + self.cross(gathered(self.cross_norm(x)), context, residual)
-        y = gathered(_widened(x, self.plain_norm, mlp_shift, mlp_scale))
+        y = gathered(_modulated(x, self.plain_norm, shift, scale))
         return x + self.mlp(y, residual) * mlp_gate
 
 
@@ -338,7 +354,7 @@ class TimeEmbedding(eqx.Module):
     def __call__(
         self, timesteps: Num[Array, "batch count"], residual: Residual = WHOLE_STREAM
     ) -> tuple[Float[Array, "batch part_count six embed"], Float[Array, "batch part_count embed"]]:
-        """What the blocks and what the head get; with "seq" split along `count` over the tensor axes."""
+        """What the blocks and what the head get; with "seq" each device's share along `count` over the tensor axes."""
         features = sinusoid(timesteps, self.features.weight.shape[-1])
         head = self.out(jax.nn.silu(self.features(features)))
         blocks = self.project(jax.nn.silu(head), residual)
@@ -413,7 +429,7 @@ class PatchEmbedding(eqx.Module):
 
 
 class Head(eqx.Module):
-    """Norm, modulation and the layer that gives a patch of the result; float32. No collective."""
+    """Norm, modulation and the layer that gives patches, their channels innermost; float32. No collective."""
 
     table: Float[Array | Param, "block embed"]
     norm: LayerNorm
@@ -421,21 +437,18 @@ class Head(eqx.Module):
 
     @classmethod
     def declare(cls, c: Config) -> "Head":
-        patch = (*c.patch, c.out_channels)
+        size = math.prod(c.patch) * c.out_channels
         return cls(
             table=Param("block embed", (2, c.embed)),
             norm=LayerNorm(eps=c.eps),
-            out=ColumnLinear(
-                Param("frames height width channels embed", (*patch, c.embed)),
-                Param("frames height width channels", patch),
-            ),
+            out=ColumnLinear(Param("channels embed", (size, c.embed)), Param("channels", (size,))),
         )
 
     def __call__(
         self, x: Float[Array, "batch part_seq embed"], modulation: Modulation
-    ) -> Float[Array, "batch part_seq frames height width channels"]:
+    ) -> Float[Array, "batch part_seq channels"]:
         shift, scale = modulation.rows(self.table, modulation.head[:, :, None])
-        return self.out(_widened(x, self.norm, shift, scale))
+        return self.out(_modulated(x, self.norm, shift, scale))
 
 
 class Wan(eqx.Module):

@@ -64,7 +64,7 @@ _LINEAR: tuple[_Linear, ...] = (
     ("image.up", "img_emb.proj.1", f"{_EMBEDDER}.image_embedder.ff.net.0.proj", "cond channels", "cond"),
     ("image.down", "img_emb.proj.3", f"{_EMBEDDER}.image_embedder.ff.net.2", "embed cond", "embed"),
     ("image.norm_out", "img_emb.proj.4", f"{_EMBEDDER}.image_embedder.norm2", "embed", "embed"),
-    ("head.out", "head.head", "proj_out", "(frames height width channels) embed", "(frames height width channels)"),
+    ("head.out", "head.head", "proj_out", "channels embed", "channels"),
     ("blocks.cross_norm", "blocks.{layer}.norm3", "blocks.{layer}.norm2", "embed", "embed"),
 )
 _SINGLE = (
