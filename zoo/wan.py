@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int, Num, Shaped, jaxtyped
 from shardzoo.errors import fail_if
 from shardzoo.zoo import layout
 from shardzoo.zoo.attention import attention
-from shardzoo.zoo.families import Family, register
+from shardzoo.zoo.families import Family, TraceSizes, register
 from shardzoo.zoo.layers import SEQ, Residual
 from shardzoo.zoo.mesh import CONTEXT, DATA, TP
 from shardzoo.zoo.video_tokens import Sizes, grid_of, grid_rotary, join_patches, patches
@@ -30,6 +30,7 @@ from shardzoo.zoo.wan_model import Config, Context, Host, Modulation, Timesteps,
 CHUNK = 4096
 ROWS = 16  # chunks are padded to a multiple of this many tokens on each device, as tiles of 16-bit floats are
 TEXT_TOKENS = 512  # texts are zero-padded to this length, and the zeros attended to
+IMAGE_TOKENS = 257  # of one image, as the published image encoder gives them
 
 
 def declare(config: Config, dtype: Any = np.float32) -> Wan:
@@ -413,4 +414,26 @@ PRESETS = {
     "wan2.2-t2v-a14b": _member(40, 40, 13824, 16),
     "wan2.2-i2v-a14b": _member(40, 40, 13824, 36),
 }
-register(Family(name="wan", config=Config, declare=declare, presets=PRESETS))
+
+
+def trace(declared: Wan, mesh: Mesh, sizes: TraceSizes) -> tuple[Callable, tuple]:
+    """One call for whole videos, as `Family.trace` says; latents are of the autoencoder that the channels tell."""
+    c = declared.config
+    time, space = 4, 16 if c.out_channels == 48 else 8
+    grid = (1 + (sizes.frames - 1) // time, sizes.height // space, sizes.width // space)
+    shapes = {
+        "latents": (sizes.batch, c.in_channels, *grid),
+        "timesteps": (sizes.batch,),
+        "text": (sizes.batch, TEXT_TOKENS, c.text),
+    }
+    if c.image is not None:
+        shapes["image"] = (sizes.batch, c.image_positions or IMAGE_TOKENS, c.image)
+    run = forward(declared, mesh)
+
+    def f(model: Wan, latents: Any, timesteps: Any, text: Any, image: Any = None) -> Array:
+        return run(model, latents, timesteps, text=text, image=image)
+
+    return f, tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes.values())
+
+
+register(Family(name="wan", config=Config, declare=declare, presets=PRESETS, trace=trace))
