@@ -81,7 +81,7 @@ def speed(sizes: list[str], repeats: int) -> None:
         print(f"{width:5} {video:>14} {a:7.3f} s {b:7.3f} s {a / b:6.2f}", flush=True)
 
 
-def memory(frames: list[int], width: int = 16, rows: int = 24, columns: int = 40) -> None:
+def memory(frames: list[int], width: int = 16, rows: int = 12, columns: int = 20) -> None:
     print(f"width {width}, {8 * rows}x{8 * columns} pixels, float32")
     print(f"{'frames':>6} {'temporaries':>12} {'video':>10} {'resident over weights and video':>32}")
     for count in frames:

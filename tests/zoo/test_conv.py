@@ -1,0 +1,166 @@
+"""Convolutions whose rows are split, against PyTorch's: heights that do not divide, anything in the padding, pieces."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from jax import P
+from mesh_parity import assert_close, harsh
+from torch.nn import functional
+
+from shardzoo.zoo import layout
+from shardzoo.zoo.conv import (
+    SPLIT,
+    CausalConv3d,
+    ChannelNorm,
+    Conv2d,
+    Pointwise,
+    nearest_twice,
+    padded_height,
+)
+from shardzoo.zoo.mesh import make_mesh
+
+MESHES = [dict(), dict(context=2), dict(context=3), dict(context=2, tensor=4), dict(data=2, tensor=3)]
+UNOPTIMIZED = {"xla_backend_optimization_level": 0}
+rng = np.random.default_rng(0)
+
+
+def normal(*shape):
+    return rng.normal(size=shape).astype(np.float32)
+
+
+def first(x):
+    """Channels first, as PyTorch has them."""
+    return np.moveaxis(x, -1, 1)
+
+
+def padded(x, mesh, multiple=1):
+    """x [batch, (frames,) rows, width, channels] with rows that mean nothing, large ones, as the mesh needs them."""
+    axis, height = x.ndim - 3, x.shape[-3]
+    ways = mesh.size // mesh.shape["data"]
+    extra = [(0, 0)] * x.ndim
+    extra[axis] = (0, padded_height(height, ways, multiple) - height)
+    return np.pad(x, extra, constant_values=1e3)
+
+
+def split(x):
+    return P("data", *[None] * (x.ndim - 4), SPLIT)
+
+
+def output_and_gradients(layer, x, call, out_height, mesh, multiple=1):
+    """What `call(layer, x, height)` gives on the mesh, and the gradients of a weighted sum, for the layer and x."""
+    live, height = layout.place(layer, mesh, harsh(layer)), x.shape[-3]
+    given = jnp.asarray(padded(x, mesh, multiple))
+    specs = (layout.specs(layer), split(x))
+    shard = jax.shard_map(lambda m, a: call(m, a, height), mesh=mesh, in_specs=specs, out_specs=split(x))
+
+    def run(live, given):
+        return jnp.take(shard(live, given), jnp.arange(out_height), axis=x.ndim - 3)
+
+    def total(live, given):
+        out = run(live, given)
+        return jnp.sum(out * np.random.default_rng(1).normal(size=out.shape).astype(np.float32)), out
+
+    (_, out), (layer_grad, x_grad) = jax.jit(
+        jax.value_and_grad(total, (0, 1), has_aux=True), compiler_options=UNOPTIMIZED
+    )(live, given)
+    rest = np.asarray(jnp.take(x_grad, jnp.arange(height, given.shape[-3]), axis=x.ndim - 3))
+    assert not rest.any()  # nothing depends on what the padding holds
+    grads = layout.named(layer_grad) | {"x": jnp.take(x_grad, jnp.arange(height), axis=x.ndim - 3)}
+    return np.asarray(out), jax.tree.map(np.asarray, grads)
+
+
+def expected(layer, x, call):
+    """The same from `call(weights by name, x)` of PyTorch, channels first, in float64."""
+    weights = {
+        k: torch.tensor(v, dtype=torch.float64, requires_grad=True) for k, v in layout.named(harsh(layer)).items()
+    }
+    given = torch.tensor(first(x), dtype=torch.float64, requires_grad=True)
+    out = call(weights, given)
+    last = out.detach().movedim(1, -1).numpy()
+    cotangent = np.random.default_rng(1).normal(size=last.shape)
+    (out * torch.tensor(cotangent).movedim(-1, 1)).sum().backward()
+    grads = {k: v.grad.numpy() for k, v in weights.items()} | {"x": given.grad.movedim(1, -1).numpy()}
+    return last, grads
+
+
+@pytest.mark.parametrize("degrees", MESHES, ids=str)
+@pytest.mark.parametrize("window, height", [(3, 7), (3, 2), (1, 5)])
+def test_conv2d(degrees, window, height):
+    layer, x = Conv2d.declare(3, 5, window), normal(2, height, 6, 3)
+    got = output_and_gradients(layer, x, lambda m, a, h: m(a, h), height, make_mesh(**degrees))
+    want = expected(layer, x, lambda w, a: functional.conv2d(a, w["weight"], w["bias"], padding=window // 2))
+    assert_close(got, want)
+
+
+@pytest.mark.parametrize("degrees", MESHES, ids=str)
+@pytest.mark.parametrize("height, width", [(12, 6), (11, 7), (2, 3)])
+def test_conv2d_of_stride_two(degrees, height, width):
+    """Zeros on the right and at the bottom; what is left over of odd sizes is dropped."""
+    layer, x = Conv2d.declare(3, 5, 3, stride=2), normal(2, height, width, 3)
+    mesh = make_mesh(**degrees)
+    got = output_and_gradients(layer, x, lambda m, a, h: m(a, h), height // 2, mesh, multiple=2)
+
+    def call(w, a):
+        return functional.conv2d(functional.pad(a, (0, 1, 0, 1)), w["weight"], w["bias"], stride=2)
+
+    assert_close(got, expected(layer, x, call))
+
+
+@pytest.mark.parametrize("degrees", MESHES, ids=str)
+def test_upsampling(degrees):
+    layer, x = Conv2d.declare(3, 4, 3), normal(2, 5, 4, 3)
+    got = output_and_gradients(layer, x, lambda m, a, h: m(nearest_twice(a), 2 * h), 10, make_mesh(**degrees))
+
+    def call(w, a):
+        twice = functional.interpolate(a, scale_factor=2, mode="nearest-exact")
+        return functional.conv2d(twice, w["weight"], w["bias"], padding=1)
+
+    assert_close(got, expected(layer, x, call))
+
+
+@pytest.mark.parametrize("degrees", MESHES, ids=str)
+@pytest.mark.parametrize("pieces", [(1, 4), (1, 1, 2, 1)])
+def test_causal_convolution_in_pieces(degrees, pieces):
+    """Through the caches as over the whole video with two frames of zeros before it."""
+    layer, x = CausalConv3d.declare(3, 4), normal(2, sum(pieces), 5, 4, 3)
+
+    def call(m, a, height):
+        outs, cache = [], None
+        for piece in jnp.split(a, np.cumsum(pieces)[:-1], axis=1):
+            out, cache = m(piece, height, cache)
+            outs.append(out)
+        return jnp.concatenate(outs, axis=1)
+
+    got = output_and_gradients(layer, x, call, 5, make_mesh(**degrees))
+
+    def reference(w, a):
+        return functional.conv3d(functional.pad(a, (1, 1, 1, 1, 2, 0)), w["weight"], w["bias"])
+
+    assert_close(got, expected(layer, x, reference))
+
+
+def test_pointwise():
+    layer, x = Pointwise.declare(3, 5), normal(2, 4, 6, 3)
+    got = output_and_gradients(layer, x, lambda m, a, h: m(a), 4, make_mesh(context=2))
+
+    def call(w, a):
+        return functional.conv2d(a, w["weight"][..., None, None], w["bias"])
+
+    assert_close(got, expected(layer, x, call))
+
+
+def test_channel_norm_is_of_length_one_and_not_of_an_epsilon():
+    """Also of pixels near zero; a pixel of zeros stays zero, with a finite gradient."""
+    norm = ChannelNorm(jnp.asarray(normal(6)))
+    x = normal(4, 6) * np.array([[1.0], [1e-6], [1e-15], [0.0]], np.float32)
+    want = functional.normalize(torch.tensor(x), dim=-1).numpy() * 6**0.5 * np.asarray(norm.weight)
+    np.testing.assert_allclose(norm(jnp.asarray(x)), want, rtol=2e-6)
+    grad = jax.grad(lambda a: norm(a).sum())(jnp.asarray(x))
+    assert np.isfinite(grad).all()
+    assert norm(jnp.asarray(x, jnp.bfloat16)).dtype == jnp.bfloat16
+
+
+def test_padded_heights():
+    assert [padded_height(7, 1, 8), padded_height(7, 2), padded_height(7, 2, 4), padded_height(8, 4, 2)] == [7, 8, 8, 8]
