@@ -36,7 +36,10 @@ _SIGNS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
         ("optimizer state, not weights", r"(^|\.)(exp_avg|exp_avg_sq|param_groups)(\.|$)"),
     )
 )
-WRAPPERS = ("module.", "_orig_mod.", "transformer.", "model.diffusion_model.", "state_dict.", "base_model.model.")
+WRAPPERS = (
+    *("module.", "_orig_mod.", "transformer.", "model.diffusion_model.", "diffusion_model.", "state_dict."),
+    *("base_model.model.", "net.", "model."),
+)
 
 
 def looks_like(keys: Iterable[str]) -> str:

@@ -149,3 +149,4 @@ def test_common_prefixes_are_found_and_wrappers_known():
     assert common_prefixes(["a.b.c", "a.b.d"]) == ["", "a.", "a.b."]
     assert common_prefixes(["a.b", "c.b"]) == [""]
     assert is_wrapper("module._orig_mod.") and not is_wrapper("module.policy.") and is_wrapper("")
+    assert is_wrapper("model.model.") and is_wrapper("net.") and not is_wrapper("policy.net.")
