@@ -8,4 +8,4 @@ class Progress(Protocol):
     """Called at each block of work, from any thread; must be cheap and must not raise."""
 
     def __call__(self, done: int, total: int, what: str, /) -> None:
-        """`done` of `total` bytes are through; `what` names the tensor or file at hand."""
+        """`done` of `total` bytes (of a sampler: steps) are through; `what` names what is at hand."""

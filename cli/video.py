@@ -5,7 +5,6 @@ import html
 import json
 import re
 import time
-from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -17,6 +16,7 @@ from shardzoo.checkpoints.pipeline import Pipeline
 from shardzoo.cli import chat, media
 from shardzoo.cli.devices import start_mesh
 from shardzoo.errors import InputError, fail_if
+from shardzoo.progress import Progress
 from shardzoo.zoo import layout, wan, wan_pipeline
 from shardzoo.zoo.mesh import Degrees
 from shardzoo.zoo.wan_pipeline import Components, Request, Settings
@@ -65,7 +65,7 @@ def generate(
     *,
     dtype: np.dtype | None,
     degrees: Degrees,
-    on_step: Callable[[int, int, str], None] | None,
+    on_step: Progress | None,
 ) -> Made:
     """Makes a video and writes it.
 
@@ -81,19 +81,16 @@ def generate(
     wan_pipeline.check(parts, settings, request)
     _check_mesh(parts, degrees)
     mesh = start_mesh(layout.with_kv(parts[wan_pipeline.FIRST], degrees))
-    components = Components(
-        declared=parts,
-        live=lambda name: checkpoints.restore(pipeline.checkpoint(name), mesh, dtype=None if name == VAE else dtype),
-    )
+    told = _Told(on_step, request.steps)
+
+    def live(name: str) -> Any:
+        told.say(f"restoring {name}")
+        return checkpoints.restore(pipeline.checkpoint(name), mesh, dtype=None if name == VAE else dtype)
+
+    components = Components(declared=parts, live=live)
     begin = time.monotonic()
-    latents = wan_pipeline.sample(
-        components,
-        mesh,
-        settings,
-        request,
-        key=jax.random.key(options.seed),
-        on_step=None if on_step is None else lambda done, total: on_step(done, total, ""),
-    )
+    key = jax.random.key(options.seed)
+    latents = wan_pipeline.sample(components, mesh, settings, request, key=key, on_step=told.step)
     jax.block_until_ready(latents)
     sampled = time.monotonic()
     frames = wan_pipeline.frames(components, mesh, latents)
@@ -106,6 +103,21 @@ def generate(
         mesh=str(degrees),
         seconds={"sample": sampled - begin, "decode": time.monotonic() - sampled},
     )
+
+
+class _Told:
+    """Passes on how many steps are done, and what is under way."""
+
+    def __init__(self, progress: Progress | None, total: int):
+        self._progress, self._total, self._done = progress, total, 0
+
+    def step(self, done: int, total: int) -> None:
+        self._done = done
+        self.say("sampling")
+
+    def say(self, what: str) -> None:
+        if self._progress:
+            self._progress(self._done, self._total, what)
 
 
 def _settings(pipeline: Pipeline, options: VideoOptions) -> Settings:

@@ -59,6 +59,17 @@ def test_bar_on_a_terminal_says_how_far_and_where_there_is_room_what(columns, na
     assert ("blocks.attn.q.weight" in screen.getvalue()) == named
 
 
+def test_bar_of_steps_counts_them(monkeypatch):
+    screen = Screen()
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setattr(terminal, "BAR_AFTER", 0.0)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "200")
+    with terminal.progress_bar("sampling", steps=True) as progress:
+        progress(3, 50, "restoring vae")
+    assert "3/50" in screen.getvalue() and "restoring vae" in screen.getvalue() and "KiB" not in screen.getvalue()
+
+
 @pytest.mark.parametrize(
     ("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (5 << 20, "5.0 MiB"), (3 << 40, "3.0 TiB")]
 )
