@@ -2,13 +2,14 @@
 
 import json
 import shutil
+import time
 
 import diffusers
 import pytest
 import safetensors.torch
 import tiny_models
 import tiny_wan
-from command_line import invoke
+from command_line import invoke, start
 
 from shardzoo import checkpoints
 from shardzoo.checkpoints.pipeline import PARTIAL, is_pipeline, open_pipeline
@@ -134,6 +135,24 @@ def test_an_interrupted_run_never_looks_whole_and_carries_on(saved, tmp_path, mo
     assert report.notes == (f"{calls[0]}: was there from an interrupted run",)
     assert tiny_models.files(dst / calls[0]) == first and not (dst / PARTIAL).exists()
     pipelines.verify(open_pipeline(dst), find_pipeline(source))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wanted", ["text_encoder", "transformer", "transformer_2"])
+def test_a_killed_run_leaves_nothing_whole_and_carries_on(saved, tmp_path, wanted):
+    """Killed once a component is published, wherever the next one is then."""
+    source, dst = saved("t2v-a14b"), tmp_path / "dst"
+    process = start("convert", source, dst)
+    deadline = time.monotonic() + 120
+    while not (dst / wanted).exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.005)
+    process.kill()
+    process.communicate()
+    assert not is_pipeline(dst) and (dst / wanted).exists()
+    again = run(source, dst)
+    assert f"{wanted}: was there from an interrupted run" in again.notes
+    pipelines.verify(open_pipeline(dst), find_pipeline(source))
+    assert not list(dst.glob("*.orbax-checkpoint-tmp")) and not (dst / PARTIAL).exists()
 
 
 def test_components_are_picked_and_added(saved, tmp_path):
