@@ -114,7 +114,10 @@ def assert_values(checkpoint, model, config):
         np.testing.assert_array_equal(np.asarray(got[path]), value, err_msg=path)
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK = ("2.1", "2.2, no patches")
+
+
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
 def test_a_folder_of_diffusers_there_and_back(tmp_path, name):
     model, _, config = build(name)
     model.save_pretrained(tmp_path / "source")
@@ -135,7 +138,11 @@ def assert_same(got, want):
         np.testing.assert_array_equal(bits(got[key]), bits(value))
 
 
-@pytest.mark.parametrize("name, kind", [("2.1", "pth"), ("2.2", "pth"), ("2.1", "safetensors"), ("2.1, narrow", "pth")])
+@pytest.mark.parametrize(
+    "name, kind",
+    [("2.1, narrow", "pth"), ("2.2", "pth")]
+    + [pytest.param("2.1", kind, marks=pytest.mark.slow) for kind in ("pth", "safetensors")],
+)
 def test_a_file_of_the_authors_there_and_back(tmp_path, name, kind):
     """A .pth, and ComfyUI's single files of the same names; a config, as the statistics are not those published."""
     model, saved, config = build(name)
@@ -150,7 +157,7 @@ def test_a_file_of_the_authors_there_and_back(tmp_path, name, kind):
     assert_same(load(tmp_path / "out"), state)
 
 
-@pytest.mark.parametrize("name", ["2.1", "2.2"])
+@pytest.mark.parametrize("name", ["2.1", pytest.param("2.2", marks=pytest.mark.slow)])
 def test_one_layout_becomes_the_other(tmp_path, name):
     model, _, config = build(name)
     model.save_pretrained(tmp_path / "source")

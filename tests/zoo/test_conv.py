@@ -21,7 +21,8 @@ from shardzoo.zoo.conv import (
 )
 from shardzoo.zoo.mesh import make_mesh
 
-MESHES = [dict(), dict(context=2), dict(context=3), dict(context=2, tensor=4), dict(data=2, tensor=3)]
+MESHES = [dict(context=3), dict(context=2, tensor=4)]
+MESHES += [pytest.param(m, marks=pytest.mark.slow) for m in (dict(), dict(context=2), dict(data=2, tensor=3))]
 UNOPTIMIZED = {"xla_backend_optimization_level": 0}
 rng = np.random.default_rng(0)
 
