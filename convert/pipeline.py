@@ -340,7 +340,7 @@ def export(
                 name: exporting.export(
                     pipeline.path / name,
                     parts / name,
-                    layout=None if wanted == pipeline.layout else _layout_of(pipeline.components[name].family),
+                    layout=_layout_of(pipeline, name, wanted),
                     memory_budget=memory_budget,
                     progress=told(name),
                 )
@@ -397,10 +397,12 @@ def _parts(folder: Path, target: Path, identity: str) -> Iterator[set[str]]:
         yield {path.name for path in folder.iterdir() if path.is_dir() and not path.name.endswith(exporting.SUFFIX)}
 
 
-def _layout_of(family: str) -> str:
-    """What a family calls the layout that it has in a diffusers folder."""
-    names = {layout.name.split(",")[0] for layout in rules_of(family).layouts}
-    return "diffusers" if "diffusers" in names else "transformers"
+def _layout_of(pipeline: Pipeline, name: str, wanted: str) -> str | None:
+    """What a component's family calls its layout in a folder of the pipeline's; None for the one that it came in."""
+    if wanted == pipeline.layout and "layout" in pipeline.checkpoint(name).manifest.header.detail:
+        return None
+    names = {layout.name.split(",")[0] for layout in rules_of(pipeline.components[name].family).layouts}
+    return wanted if wanted in names else "transformers"
 
 
 def _assemble(pipeline: Pipeline, parts: Path, names: list[str], layout: str) -> list[str]:

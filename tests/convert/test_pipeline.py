@@ -5,10 +5,12 @@ import shutil
 import time
 
 import diffusers
+import jax
 import pytest
 import safetensors.torch
 import tiny_models
 import tiny_wan
+import torch
 from command_line import invoke, start
 
 from shardzoo import checkpoints
@@ -20,6 +22,7 @@ from shardzoo.convert.convert import convert
 from shardzoo.convert.export import export
 from shardzoo.convert.pipeline_source import find_pipeline
 from shardzoo.errors import InputError
+from shardzoo.zoo.mesh import make_mesh
 
 
 def kinds(quick, *, clip=True):
@@ -257,6 +260,23 @@ def test_the_commands_take_pipelines(saved, tmp_path):
     assert ended.status == 1 and "heads=4 does not divide by 8" in ended.out
     ended = invoke("export", dst, tmp_path / "out", "--component", "vae")
     assert ended.status == 0 and loaded(tmp_path / "out/vae") == loaded(source / "vae")
+
+
+def test_a_component_that_was_trained_goes_back_with_the_others(saved, tmp_path):
+    run(saved("small"), tmp_path / "dst")
+    pipeline, mesh = open_pipeline(tmp_path / "dst"), make_mesh(devices=jax.devices()[:1])
+    declared = pipeline.checkpoint("transformer").declared
+    trained = jax.tree.map(lambda x: x + 1, checkpoints.restore(tmp_path / "dst/transformer", mesh))
+    shutil.rmtree(tmp_path / "dst/transformer")
+    checkpoints.save(tmp_path / "dst/transformer", trained, declared)
+    pipelines.export(open_pipeline(tmp_path / "dst"), tmp_path / "out")
+    before, after = (
+        safetensors.torch.load_file(folder / "transformer/diffusion_pytorch_model.safetensors")
+        for folder in (saved("small"), tmp_path / "out")
+    )
+    assert set(before) == set(after)
+    assert all(torch.equal(after[key], before[key] + 1) for key in before)
+    assert loaded(tmp_path / "out/vae") == loaded(saved("small") / "vae")
 
 
 @pytest.mark.parametrize(
