@@ -106,6 +106,7 @@ def forward(
     problems = [] if residual in ("whole", "seq") else [f"residual={residual!r} is unknown: use 'whole' or 'seq'"]
     problems += [] if chunk >= 1 else [f"chunk={chunk} is not at least 1: change it"]
     fail_if(problems, "wan.forward")
+    residual = residual if math.prod(mesh.shape[axis] for axis in TP) > 1 else "whole"  # one device: they are the same
     run = Run(residual=residual, remat=remat, dtype=None if dtype is None else jnp.dtype(dtype), chunk=chunk)
 
     @jaxtyped(typechecker=beartype)
