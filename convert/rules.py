@@ -27,14 +27,15 @@ class Rule:
         dims: what the source's dims are made of, in the leaf's names: "(heads head_dim) embed"; "()" is a dim of
             size 1 that the leaf does not have.
         at: index or (start, stop) in the leaf for dims that the source does not hold whole, such as `block`.
-        start: source dim -> where in it the block begins, for tensors that pack several leaves.
+        start: source dim -> where in it the block begins, for tensors that pack several leaves: a number, or a product
+            of numbers and dims of the model that are of one size in all leaves ("3 embed").
     """
 
     target: str
     source: str
     dims: str
     at: Mapping[str, int | tuple[int, int]] = dataclasses.field(default_factory=dict)
-    start: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    start: Mapping[int, int | str] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,14 +66,24 @@ def expand(rules: Iterable[Rule], params: Mapping[str, Param], roots: Mapping[st
 
     Rules whose leaf is not declared (an optional bias) give none.
     """
-    return [piece for rule in rules if rule.target in params for piece in _pieces(rule, params[rule.target], roots)]
+    known, sizes = [rule for rule in rules if rule.target in params], _dim_sizes(params)
+    return [piece for rule in known for piece in _pieces(rule, params[rule.target], roots, sizes)]
 
 
-def _pieces(rule: Rule, param: Param, roots: Mapping[str, str]) -> Iterator[Piece]:
+def _dim_sizes(params: Mapping[str, Param]) -> dict[str, int]:
+    """Dims that are of one size in all leaves."""
+    found: dict[str, set[int]] = {}
+    for param in params.values():
+        for dim, size in zip(param.names, param.shape, strict=True):
+            found.setdefault(dim, set()).add(size)
+    return {dim: min(sizes) for dim, sizes in found.items() if len(sizes) == 1}
+
+
+def _pieces(rule: Rule, param: Param, roots: Mapping[str, str], sizes: Mapping[str, int]) -> Iterator[Piece]:
     layers = range(param.size(LAYER)) if LAYER in param.names else (None,)
     for layer in layers:
         fixed = dict(rule.at) if layer is None else {LAYER: layer, **rule.at}
-        yield Piece(rule.target, _at(param, fixed), rule.source.format(layer=layer, **roots), _take(rule, param))
+        yield Piece(rule.target, _at(param, fixed), rule.source.format(layer=layer, **roots), _take(rule, param, sizes))
 
 
 def _at(param: Param, fixed: Mapping[str, int | tuple[int, int]]) -> Ranges:
@@ -86,19 +97,24 @@ def _sizes(rule: Rule, param: Param) -> list[list[int]]:
     return [[spans.get(dim, param.size(dim)) for dim in group] for group in groups(rule.dims)]
 
 
-def _take(rule: Rule, param: Param) -> Ranges:
-    starts = [rule.start.get(dim, 0) for dim in range(len(groups(rule.dims)))]
-    return tuple((start, start + math.prod(sizes)) for start, sizes in zip(starts, _sizes(rule, param), strict=True))
+def _take(rule: Rule, param: Param, sizes: Mapping[str, int]) -> Ranges:
+    starts = [_product(rule.start.get(dim, 0), sizes) for dim in range(len(groups(rule.dims)))]
+    return tuple((start, start + math.prod(span)) for start, span in zip(starts, _sizes(rule, param), strict=True))
+
+
+def _product(factors: int | str, sizes: Mapping[str, int]) -> int:
+    return math.prod(int(part) if part.isdigit() else sizes[part] for part in str(factors).split())
 
 
 def expected(rules: Iterable[Rule], params: Mapping[str, Param], roots: Mapping[str, str]) -> dict[str, Expected]:
     """Key to what the source must hold there: shapes reach as far as the furthest piece taken from them."""
     found: dict[str, Expected] = {}
+    sizes = _dim_sizes(params)
     for rule in rules:
         if rule.target not in params:
             continue
         made_of = _made_of(rule, params[rule.target])
-        for piece in _pieces(rule, params[rule.target], roots):
+        for piece in _pieces(rule, params[rule.target], roots, sizes):
             shape = tuple(stop for _, stop in piece.take)
             before = found.get(piece.source)
             if before:

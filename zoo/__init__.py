@@ -11,7 +11,7 @@ from shardzoo.zoo.families import family_names, find_family, find_preset
 from shardzoo.zoo.mesh import Degrees, make_mesh
 
 if TYPE_CHECKING:
-    from shardzoo.zoo import clip_vision, decoder, sampling, t5, wan, wan_pipeline, wan_vae
+    from shardzoo.zoo import clip_vision, decoder, flux, sampling, t5, wan, wan_pipeline, wan_vae
 
 __all__ = [
     "Degrees",
@@ -20,6 +20,7 @@ __all__ = [
     "family_names",
     "find_family",
     "find_preset",
+    "flux",
     "make_mesh",
     "sampling",
     "t5",

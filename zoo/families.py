@@ -60,7 +60,14 @@ class Family:
 
 
 # The zoo's own families and their modules, imported when a family is asked for: a program pays for those that it uses.
-MODULES = {"clip-vision": "clip_vision", "decoder": "decoder", "t5": "t5", "wan": "wan", "wan-vae": "wan_vae"}
+MODULES = {
+    "clip-vision": "clip_vision",
+    "decoder": "decoder",
+    "flux": "flux",
+    "t5": "t5",
+    "wan": "wan",
+    "wan-vae": "wan_vae",
+}
 FAMILIES: dict[str, Family] = {}  # those registered so far
 
 

@@ -112,12 +112,15 @@ class SplitInputLinear(eqx.Module):
     weight: Float[Leaf, "*out in"]
     bias: Float[Leaf, "*out"] | None = None
 
+    def partial(self, x: Float[Array, "batch seq whole_in"]) -> Float[Array, "batch seq *out"]:
+        """This device's share of the sum, without the bias."""
+        size = self.weight.shape[-1]
+        return contract(lax.dynamic_slice_in_dim(x, lax.axis_index(TP) * size, size, axis=-1), self.weight)
+
     def __call__(
         self, x: Float[Array, "batch seq whole_in"], residual: Residual = "whole"
     ) -> Float[Array, "batch part_seq *out"]:
-        size = self.weight.shape[-1]
-        mine = lax.dynamic_slice_in_dim(x, lax.axis_index(TP) * size, size, axis=-1)
-        y = reduce_residual(contract(mine, self.weight), residual)
+        y = reduce_residual(self.partial(x), residual)
         return y if self.bias is None else y + self.bias.astype(x.dtype)
 
 

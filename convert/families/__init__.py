@@ -105,6 +105,7 @@ FAMILIES = {
         *("mistral3", "llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"),
     ),
     "wan": _known("wan", "WanTransformer3DModel", "WanModel", "t2v", "i2v", "flf2v", "ti2v"),
+    "flux": _known("flux", "FluxTransformer2DModel"),
     "t5": _known("t5", "umt5", "t5", "mt5"),
     "wan-vae": _known("wan_vae", "AutoencoderKLWan", "AutoencoderKLQwenImage"),
     "clip-vision": _known("clip_vision", "clip_vision_model", "clip"),

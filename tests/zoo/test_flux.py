@@ -1,0 +1,121 @@
+"""FLUX.1 on meshes: the same numbers as on one device, the collectives it promises, what it refuses."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from mesh_parity import assert_close, harsh
+
+from shardzoo.errors import InputError
+from shardzoo.zoo import flux, layout
+from shardzoo.zoo.flux import Config
+from shardzoo.zoo.mesh import Degrees, make_mesh
+
+CONFIG = Config(
+    in_channels=6, out_channels=5, heads=8, head_dim=12, double_layers=2, single_layers=2, mlp=48, text=10, pooled=7,
+    axes=(2, 4, 6),
+)  # fmt: skip
+B, GRID, TEXT = 3, (3, 5), 7  # 15 tokens and 7: they divide by no degree of the meshes but 3
+rng = np.random.default_rng(0)
+SEQ = GRID[0] * GRID[1]
+GIVEN = [rng.normal(size=s).astype(np.float32) for s in ((B, SEQ, 6), (B, TEXT, 10), (B, 7))]
+TIMES, GUIDANCE = rng.uniform(0, 1, B).astype(np.float32), rng.uniform(1, 5, B).astype(np.float32)
+COTANGENT = rng.normal(size=(B, SEQ, 5)).astype(np.float32)
+IDS = flux.image_ids(*GRID)
+
+
+def run(degrees, at_rest=None, host=False, **options):
+    """The result, and the gradients of a weighted sum of it for the model, the image, the text and the pooled text."""
+    declared = flux.declare(CONFIG)
+    values = harsh(declared)
+    if at_rest:
+        declared = layout.split_at_rest(declared, at_rest, degrees, smallest=64)
+        assert any(p.rest for p in layout.named(declared.double).values())
+    declared = layout.keep_on_host(declared, smallest=64) if host else declared
+    mesh = make_mesh(data=degrees.data, context=degrees.context, tensor=degrees.tensor)
+    f = flux.forward(declared, mesh, **options)
+
+    def total(model, *given):
+        out = f(model, *given, TIMES, image_ids=IDS, guidance=GUIDANCE)
+        return jnp.sum(out * COTANGENT), out
+
+    model = layout.place(declared, mesh, values)
+    both = jax.jit(jax.value_and_grad(total, argnums=(0, 1, 2, 3), has_aux=True))
+    (_, out), (grads, *rest) = both(model, *GIVEN)
+    return jax.tree.map(np.asarray, (out, layout.named(grads), *rest))
+
+
+@functools.cache
+def one_device():
+    return run(Degrees())
+
+
+MESHES = [
+    (dict(tensor=2), dict(host=True)),
+    (dict(tensor=4), dict(residual="seq")),
+    (dict(context=4), dict(at_rest="context")),
+    (dict(context=3), dict(remat=True)),  # heads do not divide: keys are gathered
+    (dict(tensor=2, context=4), dict(residual="seq", at_rest="context")),
+    (dict(data=2, tensor=2, context=2), dict(at_rest="data")),
+]
+MORE_MESHES = [
+    (dict(), dict(remat=True)),
+    (dict(context=2), dict()),
+    (dict(context=8), dict(at_rest="context", host=True)),
+    (dict(context=6), dict(residual="seq")),
+    (dict(tensor=8), dict(residual="seq", remat=True)),
+    (dict(tensor=2, context=2), dict(residual="seq")),
+    (dict(tensor=2, context=3), dict(residual="seq")),
+    (dict(data=4, tensor=2), dict(at_rest="data", residual="seq")),
+]
+
+
+@pytest.mark.parametrize(
+    "degrees, options", [*MESHES, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE_MESHES)], ids=str
+)
+def test_mesh_parity(degrees, options):
+    """Forward and gradient on a mesh, at 1e-5 of one device's."""
+    assert_close(run(Degrees(**degrees), **options), one_device())
+
+
+def collectives(degrees, **options):
+    """Collectives among several devices in the compiled forward pass; those in the body of a scan count once."""
+    declared, mesh = flux.declare(CONFIG), make_mesh(**degrees)
+    f = flux.forward(declared, mesh, **options)
+    lowered = jax.jit(lambda m, *x: f(m, *x, TIMES, image_ids=IDS, guidance=GUIDANCE)).lower(
+        layout.abstract(declared, mesh), *GIVEN
+    )
+    lines = [line for line in lowered.compile().as_text().splitlines() if re.search(r"replica_groups={{\d+,", line)]
+    names = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
+    return tuple(sum(f" {name}(" in line for line in lines) for name in names)
+
+
+def test_collectives_are_those_of_the_docstrings():
+    """Conditions 1, modulation 1; a block of two streams 2 x 2, of one 1; the result 1 all-gather over what splits it.
+
+    The compiler makes one all-reduce of the text's second and the image's first.
+    """
+    assert collectives(dict(tensor=4)) == (1 + 1 + 3 + 1, 0, 0, 0)
+    assert collectives(dict(tensor=4), residual="seq") == (1 + 1, 4 + 1 + 1, 4 + 1, 0)
+    # Three all-to-all in each attention; the mask of the padding is gathered, once where the compiler sees it is one.
+    reduced, gathered, scattered, exchanged = collectives(dict(context=4))
+    assert (reduced, scattered, exchanged) == (0, 0, 3 + 3) and 1 < gathered <= 1 + 2
+
+
+def test_everything_that_does_not_go_together_is_refused_at_once():
+    f = flux.forward(flux.declare(CONFIG), make_mesh())
+    model = layout.abstract(flux.declare(CONFIG), make_mesh())
+    image, text, pooled = GIVEN
+    with pytest.raises(InputError) as error:
+        f(model, image[:, :, :4], text, pooled[:, :2], TIMES, image_ids=IDS[:, :2])
+    for part in ("image: width 4", "pooled: width 2", "image_ids: axes=2", "guidance: missing"):
+        assert part in str(error.value)
+    with pytest.raises((InputError, TypeError), match="residual"):
+        flux.forward(flux.declare(CONFIG), make_mesh(), residual="half")
+    with pytest.raises(InputError, match="heads=8 does not divide by 3"):
+        flux.forward(flux.declare(CONFIG), make_mesh(tensor=3))
+    with pytest.raises(InputError, match=r"axes=\(2, 4\) are 6 dims in all, head_dim=12"):
+        Config(head_dim=12, axes=(2, 4))

@@ -1,0 +1,106 @@
+"""Two streams of tokens, text and image, that attend to each other: how they lie on a mesh, and their positions.
+
+Each stream is padded and split by itself, over `context` and with the "seq" residual over the tensor axes too, so that
+neither length need divide. What a device works on is its share of the text followed by its share of the image; since
+no token's place in the sequence matters but by its rotation, the shares of all devices may follow each other so.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Shaped
+
+from shardzoo.zoo.attention import attention
+from shardzoo.zoo.layers import SEQ, Residual
+from shardzoo.zoo.mesh import CONTEXT, TP
+
+Pair = tuple[Array, Array]
+
+
+def positions_rotary(ids: Float[np.ndarray, "seq axes"], dims: tuple[int, ...], theta: float) -> np.ndarray:
+    """Cosines and sines (2, seq, head_dim) of positions along several axes, for `video_tokens.rotate_pairs`.
+
+    Each axis turns `dims[axis]` of a head's dims; angles in float64, tables in float32. A table is laid out like a
+    head: cosines twice each, sines with the sign that their place in the pair asks for.
+    """
+    cos, sin = [], []
+    for axis, size in enumerate(dims):
+        angles = np.asarray(ids, np.float64)[:, axis, None] * theta ** (-np.arange(0, size, 2, dtype=np.float64) / size)
+        cos.append(np.repeat(np.cos(angles), 2, axis=-1))
+        sin.append(np.stack([-np.sin(angles), np.sin(angles)], axis=-1).reshape(len(angles), size))
+    return np.stack([np.concatenate(cos, axis=-1), np.concatenate(sin, axis=-1)]).astype(np.float32)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shares:
+    """How the two streams, `text` and `image` tokens long, lie on the devices of the `shard_map` it is made in."""
+
+    text: int
+    image: int
+    residual: Residual
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Mesh axes that split the streams."""
+        return (CONTEXT,) if self.residual == "whole" else (CONTEXT, *TP)
+
+    @property
+    def tensor(self) -> int:
+        """How often a device's share over `context` is split again."""
+        return 1 if self.residual == "whole" else lax.axis_size(TP)
+
+    def take(self, x: Shaped[Array, "batch all_seq ..."], axes: tuple[str, ...] | None = None) -> Array:
+        """This device's share of a stream, padded with zeros to divide; over `axes`, by default those of the stream."""
+        extra = -x.shape[SEQ] % lax.axis_size(self.axes)
+        x = jnp.pad(x, [(0, extra if dim == SEQ else 0) for dim in range(x.ndim)]) if extra else x
+        ways = axes or self.axes
+        size = x.shape[SEQ] // lax.axis_size(ways)
+        return lax.dynamic_slice_in_dim(x, lax.axis_index(ways) * size, size, axis=SEQ)
+
+    def whole(self, x: Float[Array, "batch part_seq ..."], seq: int) -> Float[Array, "batch all_seq ..."]:
+        """A stream of `seq` tokens from the shares of all devices: one all-gather."""
+        return lax.all_gather(x, self.axes, axis=SEQ, tiled=True, to="invarying")[:, :seq]
+
+    def turns(self, text: np.ndarray, image: np.ndarray) -> tuple[Pair, Pair]:
+        """The rotary tables of the text and the image tokens that this device projects."""
+
+        def one(table: np.ndarray) -> Pair:
+            cos, sin = (self.take(jnp.asarray(part)[None], (CONTEXT,)) for part in table)
+            return cos, sin
+
+        return one(text), one(image)
+
+    def valid(self) -> tuple[Bool[Array, "one text"], Bool[Array, "one image"]] | None:
+        """Which of the tokens that this device projects are no padding; None where none is."""
+        ways = lax.axis_size(self.axes)
+        if self.text % ways == 0 and self.image % ways == 0:
+            return None
+        text, image = (self.take(jnp.ones((1, n), bool), (CONTEXT,)) for n in (self.text, self.image))
+        return text, image
+
+    def joined(self, text: Shaped[Array, "batch text ..."], image: Shaped[Array, "batch image ..."]) -> Array:
+        """Both of what a device projects in the order of one stream: its text and image, part by part."""
+        if self.tensor == 1:
+            return jnp.concatenate([text, image], axis=SEQ)
+        parts = [x.reshape(x.shape[0], self.tensor, -1, *x.shape[2:]) for x in (text, image)]
+        both = jnp.concatenate(parts, axis=SEQ + 1)
+        return both.reshape(both.shape[0], -1, *both.shape[3:])
+
+
+def joint_attention(
+    q: tuple[Float[Array, "batch text heads head_dim"], Float[Array, "batch image heads head_dim"]],
+    kv: tuple[Float[Array, "batch text two heads head_dim"], Float[Array, "batch image two heads head_dim"]],
+    valid: tuple[Bool[Array, "rows text"], Bool[Array, "rows image"]] | None,
+) -> tuple[Float[Array, "batch text heads head_dim"], Float[Array, "batch image heads head_dim"]]:
+    """Attention of both streams to both: text and image split as on entry. Collectives are those of `attention`."""
+    size = q[0].shape[SEQ]
+    mask = None if valid is None else everywhere(jnp.concatenate(valid, axis=SEQ), q[0])
+    out = attention(jnp.concatenate(q, axis=SEQ), jnp.concatenate(kv, axis=SEQ), key_mask=mask)
+    return out[:, :size], out[:, size:]
+
+
+def everywhere(valid: Bool[Array, "rows seq"], like: Array) -> Bool[Array, "batch seq"]:
+    """The mask for each row of the batch."""
+    return jnp.broadcast_to(valid, (like.shape[0], valid.shape[1]))
