@@ -117,7 +117,8 @@ def _shapes(tensors: Mapping[str, TensorInfo]) -> dict[str, tuple[int, ...]]:
     keys = (_places(layout.name) for layout in LAYOUTS)
     found = [{name: tuple(tensors[key].shape) for name, key in places.items() if key in tensors} for places in keys]
     blocks = {m.group(1) for m in (re.match(r"blocks\.(\d+)\.", key) for key in tensors) if m}
-    return {**max(found, key=len), "layers": (len(blocks),)}
+    most = max(found, key=lambda shapes: len(shapes))
+    return {**most, "layers": (len(blocks),)}
 
 
 def read_config(source: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Config:
@@ -161,7 +162,7 @@ def _from_tensors(shapes: Mapping[str, tuple[int, ...]]) -> Config:
     )
 
 
-def _image_sizes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int | None]:
+def _image_sizes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
     positions = shapes.get("image.positions")
     return {
         "image": shapes["image.up"][1] if "image.up" in shapes else None,
