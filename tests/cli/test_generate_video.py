@@ -14,7 +14,6 @@ from command_line import invoke, run
 from shardzoo import checkpoints
 from shardzoo.checkpoints.pipeline import open_pipeline
 from shardzoo.cli import media, video
-from shardzoo.zoo import wan_pipeline
 from shardzoo.zoo.mesh import make_mesh
 
 SIZE = ("--height", 32, "--width", 48, "--frames", 5, "--steps", 2)
@@ -160,10 +159,3 @@ def test_frames_that_fail_leave_nothing(tmp_path):
         with pytest.raises(MemoryError):
             media.write_frames(tmp_path / name, frames(), 16)
     assert not list(tmp_path.iterdir())
-
-
-def test_settings_of_schedulers():
-    read = wan_pipeline.read_settings
-    euler = {"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": 3.0}
-    assert read({"scheduler": euler}, "diffusers").solver == "euler"
-    assert read({"scheduler": euler, "boundary_ratio": 0.9}, "original").boundary == 0.9
