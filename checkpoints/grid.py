@@ -9,6 +9,7 @@ import dataclasses as dc
 import itertools
 import math
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -23,6 +24,11 @@ MOST_OUTER = 32 << 20  # bytes of one file, and of the block that the writer hol
 SMALL_LEAF = 1 << 20  # bytes: a leaf up to here is one file
 
 Block = tuple[slice, ...]
+
+
+def index_of(block: Block) -> Any:
+    """The block as an index that gives an array, also of one without dims."""
+    return (*block, ...)
 
 
 @dc.dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Shaped
 
 from shardzoo.checkpoints import sums
-from shardzoo.checkpoints.grid import Block, Grid
+from shardzoo.checkpoints.grid import Block, Grid, index_of
 
 BAND = 8 << 20  # bytes: what is summed and then encoded is at most this where the chunks allow it
 WRITE = 1 << 20  # bytes of one system call, or one chunk if that is more
@@ -37,9 +37,9 @@ def write_shard(
     counts = tuple(-(-n // c) for n, c in zip(values.shape, grid.inner, strict=True))
     for index, band in _bands(values.shape, grid.inner, values.itemsize):
         at = tuple(s + b.start for s, b in zip(start, band, strict=True))
-        total = sums.add(total, sums.of_block(values[(*band, ...)], at, shape))
+        total = sums.add(total, sums.of_block(values[index_of(band)], at, shape))
         for inner in _chunks(index, counts, grid.inner, values.shape):
-            writer.add(bits[(*inner, ...)])
+            writer.add(bits[index_of(inner)])
     writer.finish(_index(grid, counts, writer.chunk_bytes))
     return total
 
@@ -67,8 +67,9 @@ def _index(grid: Grid, counts: tuple[int, ...], chunk_bytes: int) -> bytes:
     slots = tuple(o // c for o, c in zip(grid.outer, grid.inner, strict=True))
     table = np.full((*slots, 2), _ABSENT, "<u8")
     there = np.arange(math.prod(counts), dtype=np.uint64).reshape(counts) * np.uint64(chunk_bytes)
-    table[(*map(slice, counts), 0)] = there
-    table[(*map(slice, counts), 1)] = chunk_bytes
+    inside = tuple(slice(count) for count in counts)
+    table[..., 0][inside] = there
+    table[..., 1][inside] = chunk_bytes
     return table.tobytes()
 
 

@@ -15,7 +15,7 @@ import tensorstore as ts
 from jaxtyping import Shaped
 
 from shardzoo.checkpoints import sums
-from shardzoo.checkpoints.grid import Block, Grid, LeafSpec
+from shardzoo.checkpoints.grid import Block, Grid, LeafSpec, index_of
 from shardzoo.checkpoints.orbax_layout import zarr_bytes, zarr_metadata
 from shardzoo.checkpoints.shard_file import write_shard
 from shardzoo.errors import InputError
@@ -205,7 +205,7 @@ class LeafWriter:
             for index in sorted(files_of(at, grid)):
                 part = grid.block(index)
                 inside = tuple(slice(p.start - s.start, p.stop - s.start) for p, s in zip(part, at, strict=True))
-                total = sums.add(total, self._write_shard(path, index, values[(*inside, ...)]))
+                total = sums.add(total, self._write_shard(path, index, values[index_of(inside)]))
         except Exception as error:
             self._failure = (path, error)
             raise

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from shardzoo.checkpoints.grid import Grid
+from shardzoo.checkpoints.grid import Grid, index_of
 from shardzoo.checkpoints.store import Budget
 from shardzoo.checkpoints.writer import CheckpointWriter
 from shardzoo.convert.plan import LeafPlan, Plan
@@ -110,7 +110,7 @@ def take(source: Source, piece: Piece, share: Part) -> tuple[slice | None, np.nd
     columns = (slice(None), *(slice(a, b) for a, b in share.columns)) if rows else ()
     flat = whole[columns].reshape(-1)
     count = int(np.prod(share.cover, dtype=np.int64))
-    return rows, whole, flat[share.first : share.first + count].reshape(share.cover)[(*share.cut, ...)]
+    return rows, whole, flat[share.first : share.first + count].reshape(share.cover)[index_of(share.cut)]
 
 
 class Held:

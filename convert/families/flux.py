@@ -132,8 +132,8 @@ def _from_tensors(tensors: Mapping[str, TensorInfo]) -> Config:
         "out": ("final_layer.linear.weight", "proj_out.weight"),
         "norm": ("double_blocks.0.img_attn.norm.query_norm.scale", "transformer_blocks.0.attn.norm_q.weight"),
     }
-    found = {name: next((tensors[k].shape for k in keys if k in tensors), None) for name, keys in places.items()}
-    missing = [name for name, shape in found.items() if not shape or len(shape) != (1 if name == "norm" else 2)]
+    found = {name: next((tensors[k].shape for k in keys if k in tensors), ()) for name, keys in places.items()}
+    missing = [name for name, shape in found.items() if len(shape) != (1 if name == "norm" else 2)]
     if missing or found["norm"] != (HEAD_DIM,):
         raise InputError(
             f"flux: without a config.json the sizes come from the tensors: {', '.join(missing) or 'heads'} do not tell"
