@@ -247,16 +247,16 @@ def test_an_unknown_prefix_is_named_and_taken_off_on_request(source, tmp_path):
 
 
 def test_another_family_is_named_as_what_it_looks_like(source):
-    keys = ["double_blocks.0.img_attn.qkv.weight", "single_blocks.0.linear1.weight"]
+    keys = ["layers.0.linear_attn.in_proj_qkvz.weight", "layers.0.linear_attn.A_log"]
     rewrite(source, lambda _: {key: torch.zeros(2) for key in keys})
-    assert "FLUX" in refusal(source)
-    tiny_models.edit_config(source, model_type="flux")
+    assert "Qwen3.5" in refusal(source)
+    tiny_models.edit_config(source, model_type="qwen3_next")
     message = refusal(source)
-    assert "'flux'" in message and "FLUX" in message and "decoder (llama" in message
+    assert "'qwen3_next'" in message and "Qwen3.5" in message and "decoder (llama" in message
     (source / "config.json").unlink()
     message = refusal(source)
-    assert "no config.json" in message and "FLUX" in message
-    assert "family='wan'" in refusal(source, family="wan", config=write_config(source))
+    assert "no config.json" in message and "Qwen3.5" in message
+    assert "family='mamba'" in refusal(source, family="mamba", config=write_config(source))
 
 
 def write_config(source):
