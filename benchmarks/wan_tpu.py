@@ -41,7 +41,7 @@ def measure(name: str) -> str:
     mesh = zoo.make_mesh(**degrees, devices=topology_devices(topology))
     forward = zoo.wan.forward(declared, mesh, residual="seq")
     c, placed = declared.config, jax.NamedSharding(mesh, CONTEXT_SPEC)
-    kept = jax.ShapeDtypeStruct((c.layers, 1, TEXT_TOKENS, 2, c.heads, c.head_dim), jnp.bfloat16, sharding=placed)
+    kept = jax.ShapeDtypeStruct((c.layers, 2, 1, TEXT_TOKENS, c.heads, c.head_dim), jnp.bfloat16, sharding=placed)
     latents, times = (jax.ShapeDtypeStruct(x, jnp.float32) for x in ((1, c.in_channels, *sizes), (1,)))
 
     def step(model, latents, times, kept):

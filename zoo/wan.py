@@ -130,7 +130,7 @@ def forward(
             "image": None if image is None else image.reshape(batch, -1, image.shape[-1]),
         }
         arrays = {k: pad(jnp.asarray(v), 0, mesh.shape[DATA]) for k, v in given.items() if v is not None}
-        kept = None if context is None else Context(*(x if x is None else pad(x, 1, mesh.shape[DATA]) for x in context))
+        kept = None if context is None else Context(*(x if x is None else pad(x, 2, mesh.shape[DATA]) for x in context))
         shard = jax.shard_map(
             lambda model, kept, arrays: _forward(model, declared, run, grid, context=kept, **arrays),
             mesh=mesh,
@@ -143,7 +143,7 @@ def forward(
     return f
 
 
-CONTEXT_SPEC = P(None, DATA, None, None, TP)
+CONTEXT_SPEC = P(None, None, DATA, None, TP)
 
 
 def _check(config: Config, latents: Any, timesteps: Any, text: Any, image: Any, context: Context | None) -> Sizes:
@@ -213,7 +213,7 @@ def context(declared: Wan, mesh: Mesh | AbstractMesh, *, dtype: Any = None) -> C
             out_specs=CONTEXT_SPEC,
             check_vma=True,
         )
-        return jax.tree.map(lambda x: x[:, :batch], shard(model, *arrays))
+        return jax.tree.map(lambda x: x[:, :, :batch], shard(model, *arrays))
 
     return f
 

@@ -100,10 +100,13 @@ class Timesteps(NamedTuple):
 
 
 class Context(NamedTuple):
-    """Keys (normed) and values of every block's cross-attention: the same at each step of a sampling run."""
+    """Keys (normed) and values of every block's cross-attention: the same at each step of a sampling run.
 
-    text: Float[Array, "layer batch kv_seq two heads head_dim"]
-    image: Float[Array, "layer batch image_seq two heads head_dim"] | None = None
+    Keys and values stand apart, as `two`, outside the dims that one block reads whole; a block's own have no `layer`.
+    """
+
+    text: Float[Array, "*layer two batch kv_seq heads head_dim"]
+    image: Float[Array, "*layer two batch image_seq heads head_dim"] | None = None
 
 
 class Modulation(NamedTuple):
@@ -241,13 +244,14 @@ class CrossAttention(eqx.Module):
         pairs = [(self.text, text)] + ([] if self.image is None else [(self.image, image)])
         projected = [keys.kv(x) for keys, x in pairs]
         normed = norm_together(*((keys.k_norm, kv[:, :, 0]) for (keys, _), kv in zip(pairs, projected, strict=True)))
-        return Context(*(jnp.stack([k, kv[:, :, 1]], axis=2) for k, kv in zip(normed, projected, strict=True)))
+        return Context(*(jnp.stack([k, kv[:, :, 1]]) for k, kv in zip(normed, projected, strict=True)))
 
     def __call__(
         self, x: Float[Array, "batch seq embed"], context: Context, residual: Residual = WHOLE_STREAM
     ) -> Float[Array, "batch part_seq embed"]:
         q = self.q_norm(self.q(x))
-        attended = [cross_attention(q, kv) for kv in context if kv is not None]
+        given = [kv for kv in context if kv is not None]
+        attended = [cross_attention(q, jnp.stack([k, v], axis=2)) for k, v in given]
         return self.out(sum(attended[1:], attended[0]), residual)
 
 

@@ -121,7 +121,7 @@ def counted(compiled):
 
 def abstract_context(config, mesh, batch=4):
     spec = jax.NamedSharding(mesh, wan.CONTEXT_SPEC)
-    shape = (config.layers, batch, 7, 2, config.heads, config.head_dim)
+    shape = (config.layers, 2, batch, 7, config.heads, config.head_dim)
     kept = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=spec)
     return Context(kept, None if config.image is None else kept)
 
