@@ -41,23 +41,24 @@ def pictures(folder):
     return np.stack([np.asarray(PIL.Image.open(path)) for path in sorted(folder.iterdir())])
 
 
-def test_pictures_are_those_of_diffusers_from_the_same_noise(folders, tmp_path, monkeypatch):
-    """With an image to start with; meshes are for the tests of parity."""
-    source, ours = folders("i2v-a14b")
-    first = np.random.default_rng(0).integers(0, 256, (32, 48, 3)).astype(np.uint8)
-    PIL.Image.fromarray(first).save(tmp_path / "first.png")
+@pytest.mark.parametrize(
+    "kind", ["t2v", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("i2v", "flf2v", "i2v-a14b"))]
+)
+def test_pictures_are_those_of_diffusers_from_the_same_noise(folders, tmp_path, monkeypatch, kind):
+    source, ours = folders(kind)
+    given = pictures_for(kind, tmp_path)
     monkeypatch.setattr(video, "start_mesh", lambda _: make_mesh(devices=jax.devices()[:1]))
     real, drawn = jax.random.normal, []
     monkeypatch.setattr(jax.random, "normal", lambda *given: drawn.append(real(*given)) or drawn[-1])
-    words = ("--image", tmp_path / "first.png", "--guidance", 3, "--seed", 4)
-    ended = invoke("generate", ours, *PROMPT, *SIZE, *words, "--out", tmp_path / "out", "--json")
+    words = [word for name, path in given.items() for word in (f"--{name}", path)]
+    words += ["--guidance", 3, "--seed", 4, "--out", tmp_path / "out", "--json"]
+    ended = invoke("generate", ours, *PROMPT, *SIZE, *words)
     assert ended.status == 0, ended.err
     said = json.loads(ended.out)
     assert (said["frames"], said["height"], said["width"]) == (5, 32, 48)
-    theirs = tiny_wan.diffusers.WanImageToVideoPipeline.from_pretrained(source)
+    theirs = tiny_wan.diffusers.DiffusionPipeline.from_pretrained(source)
     theirs.set_progress_bar_config(disable=True)
     expected = theirs(
-        image=PIL.Image.fromarray(first),
         prompt=PROMPT[1],
         negative_prompt=PROMPT[3],
         height=32,
@@ -66,9 +67,30 @@ def test_pictures_are_those_of_diffusers_from_the_same_noise(folders, tmp_path, 
         num_inference_steps=2,
         guidance_scale=3.0,
         latents=torch.from_numpy(np.array(drawn[0])),
+        **{name.replace("-", "_"): PIL.Image.open(path) for name, path in given.items()},
     ).frames[0]
     found = pictures(tmp_path / "out")
     assert found.shape == expected.shape and np.abs(found - expected * 255).max() < 0.55
+
+
+def pictures_for(kind, folder):
+    """Files for the options of a kind that takes pictures."""
+    names = {"i2v": ["image"], "i2v-a14b": ["image"], "flf2v": ["image", "last-image"]}.get(kind, [])
+    rng = np.random.default_rng(0)
+    for name in names:
+        PIL.Image.fromarray(rng.integers(0, 256, (32, 48, 3)).astype(np.uint8)).save(folder / f"{name}.png")
+    return {name: folder / f"{name}.png" for name in names}
+
+
+def test_pictures_are_scaled_and_cut_to_the_size(tmp_path):
+    wide = np.zeros((20, 60, 3), np.uint8)
+    wide[:, 15:45] = (200, 100, 50)
+    PIL.Image.fromarray(wide).save(tmp_path / "wide.png")
+    found = media.read_picture(tmp_path / "wide.png", 40, 40)
+    assert found.shape == (40, 40, 3) and np.abs(found.astype(int) - (200, 100, 50)).max() <= 1
+    PIL.Image.fromarray(wide[:, :, 0]).save(tmp_path / "grey.png")
+    same = media.read_picture(tmp_path / "grey.png", 20, 60)
+    np.testing.assert_array_equal(same, np.repeat(wide[:, :, :1], 3, axis=2))
 
 
 def test_a_film_is_written_as_a_user_has_it(folders, tmp_path):
