@@ -27,7 +27,7 @@ CASES = {
     "images": (dict(**FLF, num_attention_heads=2, attention_head_dim=32), (3, 12, 1, 10, 6), [3, 50, 999], 512, 2),
     "few timesteps": (dict(in_channels=6, out_channels=6, text_dim=9), (2, 6, 3, 10, 6), "few", 3, 0),
 }
-SLOW = ("a14b_t2v_expert", "a14b_i2v_expert", "images", "i2v_clip")
+SLOW = ("a14b_t2v_expert", "a14b_i2v_expert", "images", "i2v_clip", "ti2v_per_token_timestep", "long patch")
 
 
 class Case:

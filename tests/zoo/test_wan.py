@@ -71,15 +71,15 @@ def one_device(name, times):
 
 
 MESHES = [
-    ("text", dict(tensor=2), dict()),
     ("image", dict(tensor=4), dict(residual="seq", kept=True, chunk=16)),
-    ("image", dict(context=2), dict(at_rest="context")),
     ("text", dict(context=3), dict(remat=True)),  # heads do not divide: keys are gathered
     ("image", dict(tensor=2, context=4), dict(residual="seq", at_rest="context")),
     ("text", dict(data=2, tensor=2, context=2), dict(at_rest="data", times="few", chunk=9)),
-    ("text", dict(tensor=2, context=2), dict(residual="seq", times="token", chunk=8)),
 ]
 MORE_MESHES = [
+    ("text", dict(tensor=2), dict()),
+    ("image", dict(context=2), dict(at_rest="context")),
+    ("text", dict(tensor=2, context=2), dict(residual="seq", times="token", chunk=8)),
     ("image", dict(), dict(kept=True, remat=True)),
     ("image", dict(tensor=2), dict(residual="seq")),
     ("image", dict(context=4), dict(kept=True, at_rest="context")),
