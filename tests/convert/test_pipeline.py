@@ -300,6 +300,23 @@ def test_what_is_for_the_other_kind_is_refused(saved, tmp_path_factory, words, n
     assert ended.status == 1 and named in ended.err, ended.err
 
 
+def test_shards_at_the_top_of_a_folder_are_read_by_their_index(original, tmp_path):
+    source = shutil.copytree(original("ti2v"), tmp_path / "source")
+    whole = source / "diffusion_pytorch_model.safetensors"
+    tensors = safetensors.torch.load_file(whole)
+    keys, weight_map = list(tensors), {}
+    for part in range(2):
+        name = f"diffusion_pytorch_model-{part + 1:05d}-of-00002.safetensors"
+        weight_map |= dict.fromkeys(keys[part::2], name)
+        safetensors.torch.save_file({key: tensors[key] for key in keys[part::2]}, source / name)
+    whole.unlink()
+    (source / f"{whole.name}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    found = find_pipeline(source)
+    assert found.components["transformer"] == "."
+    planned = pipelines.plan_components(found, list(found.components))
+    assert set(planned["transformer"].plan.tensors) == set(keys) and set(planned) == set(found.components)
+
+
 def test_a_single_file_beside_a_config_of_another_model_is_read_without_it(original):
     plan = conversion.plan_conversion(original("ti2v") / "Wan2.2_VAE.pth")
     assert plan.family == "wan-vae" and any("not read for family wan-vae" in note for note in plan.notes)
