@@ -11,13 +11,13 @@ from collections.abc import Iterator
 
 import google_crc32c
 import numpy as np
-from jaxtyping import Shaped
+from jaxtyping import Shaped, UInt8
 
 from shardzoo.checkpoints import sums
 from shardzoo.checkpoints.grid import Block, Grid, index_of
 
-BAND = 8 << 20  # bytes: what is summed and then encoded is at most this where the chunks allow it
-WRITE = 1 << 20  # bytes of one system call, or one chunk if that is more
+BAND = 4 << 20  # bytes of chunks that are summed, encoded and written together, where one chunk is not more
+_CRC = 4  # bytes
 _ABSENT = (1 << 64) - 1  # offset and size in the index of a chunk beyond the end of the leaf
 
 
@@ -31,82 +31,73 @@ def write_shard(
     Raises:
         OSError: the storage is full or failed.
     """
-    total = (0, 0)
+    total, buffer = (0, 0), np.empty(0, np.uint8)
     bits = values.view(f"u{values.itemsize}")  # copies of such types are plain memory moves
-    writer = _ChunkWriter(handle, grid.inner, bits.dtype)
-    counts = tuple(-(-n // c) for n, c in zip(values.shape, grid.inner, strict=True))
-    for index, band in _bands(values.shape, grid.inner, values.itemsize):
+    for band in _bands(values.shape, grid.inner, values.itemsize):
         at = tuple(s + b.start for s, b in zip(start, band, strict=True))
         total = sums.add(total, sums.of_block(values[index_of(band)], at, shape))
-        for inner in _chunks(index, counts, grid.inner, values.shape):
-            writer.add(bits[index_of(inner)])
-    writer.finish(_index(grid, counts, writer.chunk_bytes))
+        chunks = _chunks(bits[index_of(band)], grid.inner)
+        size = _chunk_bytes(grid, values.itemsize) * math.prod(chunks.shape[: values.ndim])
+        buffer = buffer if buffer.size >= size else np.empty(size, np.uint8)
+        _encode(chunks, buffer[:size])
+        _write_all(handle, buffer[:size].data)
+    index = _index(grid, values.shape, _chunk_bytes(grid, values.itemsize))
+    _write_all(handle, memoryview(index + _crc32c(index)))
     return total
 
 
-def _bands(shape: tuple[int, ...], inner: tuple[int, ...], itemsize: int) -> Iterator[tuple[tuple[int, ...], Block]]:
-    """Blocks that hold whole chunks which follow each other: the leading chunk indices they share, and their ranges."""
+def _chunk_bytes(grid: Grid, itemsize: int) -> int:
+    return math.prod(grid.inner) * itemsize + _CRC
+
+
+def _bands(shape: tuple[int, ...], inner: tuple[int, ...], itemsize: int) -> Iterator[Block]:
+    """Blocks of whole chunks that follow each other in the file: as many leading dims cut as bring them below BAND."""
     leading = next(
         (d for d in range(len(shape)) if math.prod(inner[:d]) * math.prod(shape[d:]) * itemsize <= BAND), len(shape)
     )
     for index in itertools.product(*(range(-(-n // c)) for n, c in zip(shape[:leading], inner, strict=False))):
         cut = tuple(slice(i * c, min(i * c + c, n)) for i, c, n in zip(index, inner, shape, strict=False))
-        yield index, cut + tuple(slice(0, n) for n in shape[leading:])
+        yield cut + tuple(slice(0, n) for n in shape[leading:])
 
 
-def _chunks(
-    index: tuple[int, ...], counts: tuple[int, ...], inner: tuple[int, ...], shape: tuple[int, ...]
-) -> Iterator[Block]:
-    """The ranges of the chunks whose indices begin with `index`, in C order."""
-    for rest in itertools.product(*map(range, counts[len(index) :])):
-        yield tuple(slice(i * c, min(i * c + c, n)) for i, c, n in zip(index + rest, inner, shape, strict=True))
+def _chunks(values: Shaped[np.ndarray, "..."], inner: tuple[int, ...]) -> Shaped[np.ndarray, "..."]:
+    """The values as an array of chunks, (chunks along each dim, then a chunk's dims); zeros where they end before."""
+    counts = [-(-n // c) for n, c in zip(values.shape, inner, strict=True)]
+    whole = tuple(k * c for k, c in zip(counts, inner, strict=True))
+    if values.shape != whole:
+        padded = np.zeros(whole, values.dtype)
+        padded[tuple(slice(n) for n in values.shape)] = values
+        values = padded
+    split = values.reshape([n for pair in zip(counts, inner, strict=True) for n in pair])
+    return split.transpose(*range(0, split.ndim, 2), *range(1, split.ndim, 2))
 
 
-def _index(grid: Grid, counts: tuple[int, ...], chunk_bytes: int) -> bytes:
+def _encode(chunks: Shaped[np.ndarray, "..."], into: UInt8[np.ndarray, " size"]) -> None:
+    """Puts chunks one after the other, each followed by its crc32c."""
+    dims = chunks.ndim // 2
+    counts, inner = chunks.shape[:dims], chunks.shape[dims:]
+    number = math.prod(counts)
+    size = into.size // number
+    strides = [math.prod(counts[d + 1 :]) * size for d in range(dims)]
+    strides += [math.prod(inner[d + 1 :]) * chunks.itemsize for d in range(dims)]
+    np.copyto(np.ndarray(chunks.shape, chunks.dtype, into.data, strides=strides), chunks)
+    for chunk in into.reshape(number, size):
+        chunk[-_CRC:] = np.frombuffer(_crc32c(chunk[:-_CRC]), np.uint8)
+
+
+def _index(grid: Grid, shape: tuple[int, ...], chunk_bytes: int) -> bytes:
     """Offset and size of every slot in C order; the chunks that exist lie one after the other in that order."""
     slots = tuple(o // c for o, c in zip(grid.outer, grid.inner, strict=True))
+    counts = tuple(-(-n // c) for n, c in zip(shape, grid.inner, strict=True))
     table = np.full((*slots, 2), _ABSENT, "<u8")
-    there = np.arange(math.prod(counts), dtype=np.uint64).reshape(counts) * np.uint64(chunk_bytes)
-    inside = tuple(slice(count) for count in counts)
-    table[..., 0][inside] = there
-    table[..., 1][inside] = chunk_bytes
+    there = tuple(slice(count) for count in counts)
+    table[..., 0][there] = np.arange(math.prod(counts), dtype=np.uint64).reshape(counts) * np.uint64(chunk_bytes)
+    table[..., 1][there] = chunk_bytes
     return table.tobytes()
 
 
-class _ChunkWriter:
-    """Puts chunks and their crc32c into a buffer, and the buffer into the file when it is full."""
-
-    def __init__(self, handle: int, shape: tuple[int, ...], dtype: np.dtype):
-        self.chunk_bytes = math.prod(shape) * dtype.itemsize + 4
-        self._shape, self._dtype = shape, dtype
-        self._handle = handle
-        self._buffer = np.empty(max(WRITE, self.chunk_bytes), np.uint8)
-        self._used = 0
-
-    def add(self, values: np.ndarray) -> None:
-        """Adds one chunk of these values, filled up with zeros where they are fewer."""
-        if self._used + self.chunk_bytes > self._buffer.size:
-            self._flush()
-        end = self._used + self.chunk_bytes
-        body = self._buffer[self._used : end - 4]
-        chunk = body.view(self._dtype).reshape(self._shape)
-        if values.shape != self._shape:
-            chunk[...] = 0
-        chunk[tuple(map(slice, values.shape))] = values
-        self._buffer[end - 4 : end] = np.frombuffer(_crc32c(body), np.uint8)
-        self._used = end
-
-    def finish(self, index: bytes) -> None:
-        self._flush()
-        _write_all(self._handle, memoryview(index + _crc32c(index)))
-
-    def _flush(self) -> None:
-        _write_all(self._handle, self._buffer[: self._used].data)
-        self._used = 0
-
-
 def _crc32c(data: bytes | np.ndarray) -> bytes:
-    return google_crc32c.value(data).to_bytes(4, "little")
+    return google_crc32c.value(data).to_bytes(_CRC, "little")
 
 
 def _write_all(handle: int, data: memoryview) -> None:

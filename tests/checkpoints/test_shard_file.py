@@ -68,7 +68,6 @@ def test_bands_and_small_writes_change_nothing(tmp_path, monkeypatch, band):
     grid = Grid(shape=(3, 50, 70), inner=(1, 16, 16), outer=(2, 48, 64))
     x = values(grid.shape, np.dtype("<u2"))
     monkeypatch.setattr(shard_file, "BAND", band)
-    monkeypatch.setattr(shard_file, "WRITE", 700)
     real = os.write
     monkeypatch.setattr(os, "write", lambda handle, data: real(handle, data[:301]))  # a write may stop short
     ours, theirs, total = both(tmp_path, grid, x)
