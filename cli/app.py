@@ -347,6 +347,10 @@ def generate(
         ),
     ] = None,
     mesh: Annotated[Any, typer.Option(parser=options.parse_mesh, metavar="MESH", help=MESH_HELP)] = "one",
+    offload: Annotated[
+        bool,
+        typer.Option("--offload", help="Keep the stacked blocks in host memory; one at a time comes to the devices."),
+    ] = False,
     json: Json = False,
 ) -> None:
     """Restore a language model onto a mesh and let it reply to a prompt, or a pipeline and let it make a video.
@@ -377,7 +381,7 @@ def generate(
         "out": out,
         "overwrite": overwrite or None,
     }
-    common: dict[str, Any] = {"seed": seed, "dtype": dtype, "degrees": mesh, "json": json}
+    common: dict[str, Any] = {"seed": seed, "dtype": dtype, "degrees": mesh, "offload": offload, "json": json}
     if commands.makes_videos(checkpoint):
         commands.refuse_options(checkpoint, "makes videos", text)
         commands.generate_video(checkpoint, commands.prompts(prompt), **video, **common)

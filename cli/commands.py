@@ -308,6 +308,7 @@ def generate(
     seed: int,
     dtype: np.dtype | None,
     degrees: Degrees,
+    offload: bool,
     json: bool,
 ) -> None:
     """Restores the model onto the mesh and prints its replies."""
@@ -323,7 +324,7 @@ def generate(
         seed=seed,
     )
     found = checkpoints.open(checkpoint)
-    declared = found.declared
+    declared = layout.keep_on_host(found.declared) if offload else found.declared
     if found.family.text is None:
         raise InputError(f"{checkpoint}: generate runs language models, and this is {found.family.name!r}")
     if dtype is not None and dtype.itemsize < 2:
@@ -391,6 +392,7 @@ def generate_video(
     overwrite: bool | None,
     dtype: np.dtype | None,
     degrees: Degrees,
+    offload: bool,
     json: bool,
     **options: Any,
 ) -> None:
@@ -413,7 +415,13 @@ def generate_video(
     )
     with _room_named(checkpoint, degrees), progress_bar("sampling", steps=True) as progress:
         made = video.generate(
-            open_pipeline(checkpoint), texts[0], wanted, dtype=dtype, degrees=degrees, on_step=progress
+            open_pipeline(checkpoint),
+            texts[0],
+            wanted,
+            dtype=dtype,
+            degrees=degrees,
+            offload=offload,
+            on_step=progress,
         )
     if json:
         say_json(made.to_json())
@@ -448,7 +456,7 @@ def _restore(found: Any, declared: Any, degrees: Degrees, dtype: np.dtype | None
     mesh = start_mesh(layout.with_kv(declared, degrees))
     layout.audit(declared, mesh)
     with working("restoring"):
-        return checkpoints.restore(found, mesh, dtype=dtype), mesh
+        return checkpoints.restore(found, mesh, declared=declared, dtype=dtype), mesh
 
 
 def _reply(

@@ -65,6 +65,7 @@ def generate(
     *,
     dtype: np.dtype | None,
     degrees: Degrees,
+    offload: bool,
     on_step: Progress | None,
 ) -> Made:
     """Makes a video and writes it.
@@ -75,7 +76,7 @@ def generate(
     if pipeline.kind != "wan":
         raise InputError(f"{pipeline.path}: generate runs pipelines of kind 'wan', and this is {pipeline.kind!r}")
     settings = _settings(pipeline, options)
-    parts = _parts(pipeline, settings, dtype)
+    parts = _parts(pipeline, settings, dtype, offload)
     request = _request(pipeline, parts, settings, prompt, options)
     media.check_output(options.out, overwrite=options.overwrite)
     wan_pipeline.check(parts, settings, request)
@@ -85,7 +86,8 @@ def generate(
 
     def live(name: str) -> Any:
         told.say(f"restoring {name}")
-        return checkpoints.restore(pipeline.checkpoint(name), mesh, dtype=None if name == VAE else dtype)
+        found = pipeline.checkpoint(name)
+        return checkpoints.restore(found, mesh, declared=parts[name], dtype=None if name == VAE else dtype)
 
     components = Components(declared=parts, live=live)
     begin = time.monotonic()
@@ -127,13 +129,14 @@ def _settings(pipeline: Pipeline, options: VideoOptions) -> Settings:
     return found if options.shift is None else dataclasses.replace(found, shift=options.shift)
 
 
-def _parts(pipeline: Pipeline, settings: Settings, dtype: np.dtype | None) -> dict[str, Any]:
-    """The declared components, in the dtypes that they will run in."""
+def _parts(pipeline: Pipeline, settings: Settings, dtype: np.dtype | None, offload: bool) -> dict[str, Any]:
+    """The declared components, in the dtypes that they will run in and where they will lie."""
     if dtype is not None and dtype.itemsize < 2:
         raise InputError(f"generate: dtype={dtype.name} is for storage: run in float32, bfloat16 or float16")
     declared = {name: pipeline.checkpoint(name).declared for name in pipeline.components}
     pipeline.require(wan_pipeline.needed(declared, settings))
-    return {name: one if dtype is None or name == VAE else layout.astype(one, dtype) for name, one in declared.items()}
+    typed = {n: one if dtype is None or n == VAE else layout.astype(one, dtype) for n, one in declared.items()}
+    return {n: layout.keep_on_host(one) if offload else one for n, one in typed.items()}
 
 
 def _request(

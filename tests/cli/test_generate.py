@@ -9,6 +9,7 @@ import tiny_llama
 from command_line import environment, invoke, run
 
 from shardzoo import checkpoints, zoo
+from shardzoo.zoo import layout
 from shardzoo.zoo.generate import complete
 
 
@@ -127,3 +128,18 @@ def test_a_user_s_process_makes_the_devices_that_the_mesh_needs(checkpoint):
     one = environment(XLA_FLAGS="--xla_force_host_platform_device_count=1")
     ended = run(*words, "--mesh", "tensor=2", env=one)
     assert ended.status == 1 and "needs 2 devices" in ended.err and "Traceback" not in ended.err
+
+
+@pytest.mark.parametrize("mesh", ["one", "context=2,tensor=2"])
+def test_blocks_in_host_memory_give_the_same_replies(mesh, checkpoint, monkeypatch):
+    prompts = ("--prompt", "word3 word4 word5", "--prompt", "word9", "--mesh", mesh)
+    want = replies(checkpoint, *prompts)
+    kept, keep = [], layout.keep_on_host
+
+    def small(declared):
+        kept.append(keep(declared, smallest=16))
+        return kept[-1]
+
+    monkeypatch.setattr(layout, "keep_on_host", small)
+    assert replies(checkpoint, *prompts, "--offload") == want
+    assert kept[0].blocks.attn.q.weight.memory == "host"
