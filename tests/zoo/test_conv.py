@@ -1,5 +1,7 @@
 """Convolutions whose rows are split, against PyTorch's: heights that do not divide, anything in the padding, pieces."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -140,6 +142,24 @@ def test_causal_convolution_in_pieces(degrees, pieces):
         return functional.conv3d(functional.pad(a, (1, 1, 1, 1, 2, 0)), w["weight"], w["bias"])
 
     assert_close(got, expected(layer, x, reference))
+
+
+def test_a_scan_on_a_cpu_runs_fast_convolutions():
+    """Those of XLA take the window first and output channels last; it rearranges others outside of loops only."""
+    mesh, layer = make_mesh(), CausalConv3d.declare(3, 3)
+
+    def frames(m, x):
+        def body(cache, frame):
+            y, cache = m(frame, 4, cache)
+            return cache, y
+
+        return jax.lax.scan(body, x[0, :, :2], x)[1]
+
+    run = jax.shard_map(frames, mesh=mesh, in_specs=P(), out_specs=P())
+    video = jax.ShapeDtypeStruct((3, 1, 2, 4, 4, 3), jnp.float32)
+    text = jax.jit(run).lower(layout.abstract(layer, mesh), video).compile().as_text()
+    labels = re.findall(r" convolution\(.*dim_labels=([^,\s]+)", text)
+    assert labels and set(labels) == {"b01f_01io->b01f"}
 
 
 def test_pointwise():
