@@ -339,7 +339,7 @@ def generate(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Video: replace --out, once the new one is made.")
     ] = False,
-    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of the sampling.")] = 0,
     dtype: Annotated[
         Any,
         typer.Option(
@@ -359,6 +359,7 @@ def generate(
     many CPU devices as the mesh needs.
     """
     commands = _commands()
+    commands.check_texts(prompt=prompt, system=system, negative=negative)
     text: dict[str, Any] = {
         "system": system,
         "raw": raw or None,

@@ -285,11 +285,14 @@ def prompts(given: Sequence[str] | None) -> list[str]:
     """The prompts of the options, or the one on standard input.
 
     Raises:
-        InputError: none was given and standard input is a terminal, or there is nothing in it.
+        InputError: none was given and standard input is a terminal, or there is nothing in it, or no text.
     """
     if given:
         return list(given)
-    text = "" if sys.stdin.isatty() else sys.stdin.read().strip()
+    try:
+        text = "" if sys.stdin.isatty() else sys.stdin.read().strip()
+    except UnicodeDecodeError as error:
+        raise InputError(f"generate: standard input is not UTF-8 ({error.reason}): change its encoding") from error
     if not text:
         raise InputError("generate: no prompt: give --prompt TEXT, or write it to standard input")
     return [text]
@@ -368,8 +371,27 @@ def _check_request(engine: Any, declared: Any, ids: list[list[int]], options: Re
     engine.check_prompts(declared.config, ids, options.max_new_tokens)
 
 
+def check_texts(**texts: str | list[str] | None) -> None:
+    """Refuses texts that are none: bytes of a command line that are not UTF-8, which no tokenizer takes.
+
+    Raises:
+        InputError: with the options they came by.
+    """
+    for name, given in texts.items():
+        try:
+            "".join(given or "").encode()
+        except UnicodeEncodeError as error:
+            raise InputError(f"generate: --{name} is not UTF-8 ({error.reason}): change its encoding") from error
+
+
 def makes_videos(checkpoint: Path) -> bool:
-    """Whether generate makes a video of this: of a pipeline, not of a checkpoint."""
+    """Whether generate makes a video of this: of a pipeline, not of a checkpoint.
+
+    Raises:
+        InputError: there is nothing.
+    """
+    if not checkpoint.exists():
+        raise InputError(f"{checkpoint}: there is no such folder: check the path")
     return is_pipeline(checkpoint) or is_unfinished(checkpoint)
 
 

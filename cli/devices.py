@@ -7,6 +7,7 @@ from jax.sharding import Mesh
 
 from shardzoo.zoo.mesh import Degrees, make_mesh
 
+MOST_CPU_DEVICES = 256  # that a command makes by itself: each takes threads
 COUNT_FLAG = "xla_force_host_platform_device_count"
 
 
@@ -20,7 +21,7 @@ def start_mesh(degrees: Degrees) -> Mesh:
         InputError: the mesh needs more devices than there are.
     """
     if COUNT_FLAG not in os.environ.get("XLA_FLAGS", ""):
-        jax.config.update("jax_num_cpu_devices", degrees.devices)
+        jax.config.update("jax_num_cpu_devices", min(degrees.devices, MOST_CPU_DEVICES))
     return make_mesh(
         data=degrees.data,
         pipe=degrees.pipe,

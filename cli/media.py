@@ -5,6 +5,7 @@ import importlib.util
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -58,6 +59,10 @@ def check_output(path: Path, *, overwrite: bool) -> None:
         raise InputError(f"{path}: is neither a {VIDEO} file nor the name of a folder for PNG files: change it")
     if not path.parent.is_dir():
         raise InputError(f"{path}: there is no folder {path.parent}: make it, or choose another output")
+    try:
+        tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written ({error.strerror}): choose another output") from error
     if os.path.lexists(path) and not (overwrite and _ours(path)):
         hint = "pass --overwrite" if _ours(path) else "remove it"
         raise InputError(f"{path}: exists already: {hint}, or choose another output")

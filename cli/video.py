@@ -124,8 +124,8 @@ class _Told:
 
 def _settings(pipeline: Pipeline, options: VideoOptions) -> Settings:
     found = wan_pipeline.read_settings(pipeline.settings, "original" if pipeline.layout == "original" else "diffusers")
-    if options.shift is not None and not options.shift > 0:
-        raise InputError(f"generate: shift={options.shift} is not above 0: change it")
+    if options.shift is not None and not 0 < options.shift < float("inf"):
+        raise InputError(f"generate: shift={options.shift} is not above 0 and finite: change it")
     return found if options.shift is None else dataclasses.replace(found, shift=options.shift)
 
 
@@ -143,14 +143,10 @@ def _request(
     pipeline: Pipeline, parts: dict[str, Any], settings: Settings, prompt: str, options: VideoOptions
 ) -> Request:
     default = (704, 1280, 121) if settings.per_token else (480, 832, 81)
-    given = (options.height, options.width, options.frames)
-    height, width, frames = (d if g is None else g for d, g in zip(default, given, strict=True))
+    wanted = (options.height, options.width, options.frames)
+    height, width, frames = (d if w is None else w for d, w in zip(default, wanted, strict=True))
     tokenizer = _tokenizer(pipeline)
-    pictures = {
-        name: None if path is None else media.read_picture(path, height, width)
-        for name, path in (("image", options.image), ("last_image", options.last_image))
-    }
-    return Request(
+    request = Request(
         ids=tokenizer.encode(clean(prompt)).ids,
         negative_ids=tokenizer.encode(clean(options.negative)).ids,
         frames=frames,
@@ -158,8 +154,13 @@ def _request(
         width=width,
         steps=options.steps,
         guidance=options.guidance,
-        **pictures,
     )
+    given = {"image": options.image, "last_image": options.last_image}
+    paths = {name: path for name, path in given.items() if path is not None}
+    if paths:  # which are scaled to the size
+        fail_if(list(wan_pipeline.size_problems(parts, request)), "generate")
+    pictures = {name: media.read_picture(path, height, width) for name, path in paths.items()}
+    return dataclasses.replace(request, **pictures)
 
 
 def clean(prompt: str) -> str:

@@ -277,11 +277,11 @@ def _product(axes: Iterable[str], degrees: Degrees) -> str:
 
 
 def fitting(declared: Any, degrees: Degrees) -> tuple[list[int], list[Degrees]]:
-    """What would fit instead: tensor degrees up to twice the one given (at least 16), and meshes of as many devices.
+    """What would fit instead: tensor degrees up to twice the one given (16 to 256), and meshes of as many devices.
 
     The meshes keep `pipe` (or 1 if it does not fit) and come with the nearest tensor degree first.
     """
-    limit = max(16, 2 * degrees.tensor)
+    limit = min(max(16, 2 * degrees.tensor), 256)
 
     def fits(**change: int) -> bool:
         return not misfits(declared, with_kv(declared, dataclasses.replace(degrees, **change)))

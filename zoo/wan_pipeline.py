@@ -27,6 +27,7 @@ Host = Array | np.ndarray
 Manner = Literal["diffusers", "original"]
 FIRST, SECOND = "transformer", "transformer_2"  # the transformer, or the expert for high noise; the one for low noise
 NORMED = 255 / 2
+POSITIONS = 1024  # that the models' tables of positions have each way
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -161,8 +162,8 @@ def check(declared: Mapping[str, Any], settings: Settings, request: Request) -> 
     """
     absent = needed(declared, settings)
     fail_if([f"{name}: missing" for name in absent], "wan_pipeline: components are missing")
-    model, vae = declared[FIRST].config, declared["vae"].config
-    problems = [*_size_problems(model, vae, request), *_image_problems(model, settings, request)]
+    problems = [*_part_problems(declared), *size_problems(declared, request)]
+    problems += _image_problems(declared[FIRST].config, settings, request)
     problems += [f"steps={request.steps} is not at least 1: change it"] if request.steps < 1 else []
     experts = 1 if settings.boundary is None else 2
     if len(request.guidance) not in (1, experts):
@@ -172,19 +173,43 @@ def check(declared: Mapping[str, Any], settings: Settings, request: Request) -> 
     for name, ids in (("prompt", request.ids), ("negative prompt", request.negative_ids)):
         if not 1 <= len(ids) <= wan.TEXT_TOKENS:
             problems.append(f"{name}: tokens={len(ids)} are not 1 to {wan.TEXT_TOKENS}: shorten it")
+    problems += [f"guidance={s} is not a number to scale by: change it" for s in request.guidance if not np.isfinite(s)]
     fail_if(problems, "wan_pipeline")
 
 
-def _size_problems(model: wan.Config, vae: wan_vae.Config, request: Request) -> Iterator[str]:
+def _part_problems(declared: Mapping[str, Any]) -> Iterator[str]:
+    """Components that are not of one model: what one gives is not what the other takes."""
+    latents = declared["vae"].config.latent_channels
+    for name in (FIRST, SECOND):
+        if name not in declared:
+            continue
+        model = declared[name].config
+        pairs = [("out_channels", model.out_channels, "vae", "latent_channels", latents)]
+        pairs += [("text", model.text, "text_encoder", "embed", declared["text_encoder"].config.embed)]
+        if model.image is not None:
+            pairs += [("image", model.image, "image_encoder", "embed", declared["image_encoder"].config.embed)]
+        for dim, size, other, its, found in pairs:
+            if size != found:
+                yield f"{name}: {dim}={size} is not {other}'s {its}={found}: use components of one model"
+
+
+def size_problems(declared: Mapping[str, Any], request: Request) -> Iterator[str]:
+    """What is wrong with frames, height and width."""
+    model, vae = declared[FIRST].config, declared["vae"].config
     time = vae.time_factor
+    longest = (POSITIONS * model.patch[0] - 1) * time + 1
     if request.frames < 1 or (request.frames - 1) % time:
         near = max(request.frames - 1, 0) // time * time + 1
         yield f"frames={request.frames} is not 1 + a multiple of {time}: use {near} or {near + time}"
+    elif request.frames > longest:
+        yield f"frames={request.frames} is more than the model has positions for: use at most {longest}"
     for name, patch in (("height", model.patch[1]), ("width", model.patch[2])):
         size, need = getattr(request, name), vae.space_factor * patch
         if size < need or size % need:
             near = max(size // need, 1) * need
             yield f"{name}={size} is not a multiple of {need}: use {near} or {near + need}"
+        elif size > POSITIONS * need:
+            yield f"{name}={size} is more than the model has positions for: use at most {POSITIONS * need}"
 
 
 def _image_problems(model: wan.Config, settings: Settings, request: Request) -> Iterator[str]:

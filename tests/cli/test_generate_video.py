@@ -120,6 +120,13 @@ def test_a_film_is_written_as_a_user_has_it(folders, tmp_path):
         (("--guidance", 3, "--guidance", 4), ("2 scales for 1 transformers",)),
         (("--mesh", "tensor=8"), ("text_encoder: ", "heads=4 does not divide by 8", "transformer: ")),
         (("--shift", 0), ("shift=0.0 is not above 0",)),
+        (("--shift", "inf"), ("shift=inf is not above 0 and finite",)),
+        (("--guidance", "nan"), ("guidance=nan is not a number to scale by",)),
+        (("--height", -16, "--image", "first.png"), ("height=-16 is not a multiple of 16: use 16 or 32",)),
+        (("--width", 10**9, "--image", "first.png"), ("use at most 16384",)),
+        (("--frames", 4 * 10**9 + 1), ("use at most 4093",)),
+        (("--negative", "a\udcff"), ("--negative is not UTF-8",)),
+        (("--out", "/proc/clip.mp4"), ("/proc/clip.mp4: cannot be written",)),
         (("--dtype", "float8_e4m3fn"), ("is for storage",)),
         (("--prompt", "another"), ("2 prompts were given",)),
         (("--temperature", 0.5, "--raw"), ("--raw, --temperature would be for the other kind",)),
@@ -141,6 +148,8 @@ def test_what_cannot_be_is_refused_before_a_weight_is_read(folders, tmp_path, mo
 
 def test_missing_parts_are_named(folders, tmp_path):
     source, ours = folders("t2v")
+    ended = invoke("generate", tmp_path / "none", *PROMPT, "--out", "x.mp4")
+    assert ended.status == 1 and "there is no such folder" in ended.err
     ended = invoke("generate", ours, *PROMPT)
     assert ended.status == 1 and "--out FILE.mp4" in ended.err
     ended = invoke("generate", ours / "transformer", *PROMPT, "--out", "x.mp4")
@@ -160,6 +169,14 @@ def test_missing_parts_are_named(folders, tmp_path):
     (bare / "pipeline.json").write_text(json.dumps(said))
     ended = invoke("generate", bare, *PROMPT, *SIZE, "--out", tmp_path / "x")
     assert "use_karras_sigmas=True is not" in ended.err and "prediction_type='epsilon' is not" in ended.err
+
+
+def test_numbers_that_no_machine_has_are_refused(folders, tmp_path):
+    _, ours = folders("t2v")
+    ended = invoke("generate", ours, *PROMPT, *SIZE, "--out", tmp_path / "x", "--seed", 2**32)
+    assert ended.status == 2 and "--seed" in ended.err
+    ended = run("generate", ours, *PROMPT, *SIZE, "--out", tmp_path / "x", "--mesh", "data=100000")
+    assert ended.status == 1 and "needs 100000 devices" in ended.err, ended.err
 
 
 def test_prompts_are_cut_and_tidied_as_the_source_does(folders):

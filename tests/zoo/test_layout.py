@@ -101,6 +101,11 @@ def test_audit_suggests_meshes_of_the_same_size():
         audit(declare(), Degrees(data=2, tensor=2))
 
 
+def test_audit_of_a_degree_beyond_all_reason_answers_at_once():
+    tensors, meshes = layout.fitting(declare(), Degrees(tensor=10**9))
+    assert max(tensors) <= 256 and Degrees(context=10**9) in meshes
+
+
 def test_audit_of_a_mesh_made_without_kv_heads():
     """tensor=6 as kv=6 cannot hold 3 KV heads; made with kv_heads=3 it can."""
     decl = declare(heads=12)

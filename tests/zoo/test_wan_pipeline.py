@@ -87,6 +87,18 @@ def test_all_that_cannot_be_is_named_with_what_can(name, more, words):
     assert all(word in said for word in words), said
 
 
+def test_components_of_another_model_are_refused():
+    parts, settings, _ = declared("wan2.1-i2v-14b"), *FOR["wan2.1-i2v-14b"][1:]
+    parts["vae"] = wan_vae.declare(wan_vae.PRESETS["wan2.2-vae"])
+    parts["text_encoder"] = t5.declare(dataclasses.replace(t5.PRESETS["umt5-xxl"], embed=1024))
+    small = dataclasses.replace(clip_vision.PRESETS["vit-h-14"], embed=640)
+    parts["image_encoder"] = clip_vision.declare(small)
+    with pytest.raises(InputError) as error:
+        wan_pipeline.check(parts, settings, request("wan2.1-i2v-14b"))
+    for words in ("vae's latent_channels=48", "text_encoder's embed=1024", "image_encoder's embed=640"):
+        assert words in str(error.value)
+
+
 def test_images_of_another_size_are_refused():
     made = dataclasses.replace(request("wan2.1-i2v-14b"), image=np.zeros((480, 640, 3), np.uint8))
     assert "image: of 480 x 640, not 480 x 832" in refusal("wan2.1-i2v-14b", made)
