@@ -31,6 +31,10 @@ CASES = {
         {**WAN21, "base_dim": 6, "decoder_base_dim": 10, "num_res_blocks": 1, "dim_mult": [2, 3, 3]}
         | {"temperal_downsample": [True, False]},
     ),
+    "2.1, two levels": (
+        AutoencoderKLWan,
+        {**WAN21, "base_dim": 6, "num_res_blocks": 1, "dim_mult": [2, 3], "temperal_downsample": [True]},
+    ),
     "2.1, one level": (AutoencoderKLWan, {**WAN21, "dim_mult": [2], "temperal_downsample": []}),
     "2.2, no patches": (
         AutoencoderKLWan,

@@ -23,8 +23,9 @@ from shardzoo.zoo.conv import (
 )
 from shardzoo.zoo.mesh import make_mesh
 
+slow = pytest.mark.slow
 MESHES = [dict(context=3), dict(context=2, tensor=4)]
-MESHES += [pytest.param(m, marks=pytest.mark.slow) for m in (dict(), dict(context=2), dict(data=2, tensor=3))]
+MESHES += [pytest.param(m, marks=slow) for m in (dict(), dict(context=2), dict(data=2, tensor=3))]
 UNOPTIMIZED = {"xla_backend_optimization_level": 0}
 rng = np.random.default_rng(0)
 
@@ -89,7 +90,7 @@ def expected(layer, x, call):
 
 
 @pytest.mark.parametrize("degrees", MESHES, ids=str)
-@pytest.mark.parametrize("window, height", [(3, 7), (3, 2), (1, 5)])
+@pytest.mark.parametrize("window, height", [(3, 7), (3, 2), pytest.param(1, 5, marks=slow)])
 def test_conv2d(degrees, window, height):
     layer, x = Conv2d.declare(3, 5, window), normal(2, height, 6, 3)
     got = output_and_gradients(layer, x, lambda m, a, h: m(a, h), height, make_mesh(**degrees))
@@ -98,7 +99,7 @@ def test_conv2d(degrees, window, height):
 
 
 @pytest.mark.parametrize("degrees", MESHES, ids=str)
-@pytest.mark.parametrize("height, width", [(12, 6), (11, 7), (2, 3)])
+@pytest.mark.parametrize("height, width", [pytest.param(12, 6, marks=slow), (11, 7), (2, 3)])
 def test_conv2d_of_stride_two(degrees, height, width):
     """Zeros on the right and at the bottom; what is left over of odd sizes is dropped."""
     layer, x = Conv2d.declare(3, 5, 3, stride=2), normal(2, height, width, 3)
@@ -124,7 +125,7 @@ def test_upsampling(degrees):
 
 
 @pytest.mark.parametrize("degrees", MESHES, ids=str)
-@pytest.mark.parametrize("pieces", [(1, 4), (1, 1, 2, 1)])
+@pytest.mark.parametrize("pieces", [pytest.param((1, 4), marks=slow), (1, 1, 2, 1)])
 def test_causal_convolution_in_pieces(degrees, pieces):
     """Through the caches as over the whole video with two frames of zeros before it."""
     layer, x = CausalConv3d.declare(3, 4), normal(2, sum(pieces), 5, 4, 3)
