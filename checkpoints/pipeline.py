@@ -83,6 +83,16 @@ class Pipeline:
         """Where a small file is."""
         return self.path / FILES / name
 
+    def read(self, name: str) -> bytes:
+        """A small file.
+
+        Raises:
+            InputError: it is not there or not as it was.
+        """
+        problem, data = self._checked(name)
+        fail_if([problem] if problem else [], f"{self.path}: convert again")
+        return data
+
     def write(self, *, sync: bool = True) -> None:
         """Writes `pipeline.json`: whole or not at all."""
         record = {
@@ -96,22 +106,23 @@ class Pipeline:
             "settings": dict(self.settings),
         }
         new = self.path / (PIPELINE + ".new")
-        write_file(new, canonical(record), sync=sync)
+        write_file(new, canonical(record | {"sha256": _digest(record)}), sync=sync)
         os.replace(new, self.path / PIPELINE)
         sync_folder(self.path)
 
     def damaged_files(self) -> list[str]:
         """What is wrong with the small files."""
-        problems = []
-        for name, entry in self.files.items():
-            try:
-                data = self.file(name).read_bytes()
-            except OSError as error:
-                problems.append(f"{FILES}/{name}: cannot be read ({error.strerror})")
-                continue
-            if len(data) != entry.size or sha256(data) != entry.sha256:
-                problems.append(f"{FILES}/{name}: is not as it was when it was converted")
-        return problems
+        return [problem for name in self.files if (problem := self._checked(name)[0])]
+
+    def _checked(self, name: str) -> tuple[str | None, bytes]:
+        """What is wrong with a small file, and its bytes."""
+        try:
+            data = self.file(name).read_bytes()
+        except OSError as error:
+            return f"{FILES}/{name}: cannot be read ({error.strerror})", b""
+        entry = self.files[name]
+        same = len(data) == entry.size and sha256(data) == entry.sha256
+        return None if same else f"{FILES}/{name}: is not as it was when it was converted", data
 
 
 def is_pipeline(path: str | Path) -> bool:
@@ -154,6 +165,11 @@ def open_pipeline(path: str | Path) -> Pipeline:
     )
 
 
+def _digest(record: Mapping[str, Any]) -> str:
+    """Of all but itself: a shift with one bit changed would still read well."""
+    return sha256(canonical({name: value for name, value in record.items() if name != "sha256"}))
+
+
 def _problems(record: Mapping[str, Any]) -> list[str]:
     kinds = {"kind": str, "layout": str, "components": dict, "files": dict, "settings": dict}
     problems = [
@@ -171,4 +187,6 @@ def _problems(record: Mapping[str, Any]) -> list[str]:
         good = isinstance(entry, dict) and set(entry) == {"size", "sha256"} and type(entry["size"]) is int
         if not good or not isinstance(entry["sha256"], str) or not is_below(name):
             problems.append(f"file {name!r} does not hold a size and a digest")
+    if record.get("sha256") != _digest(record):
+        problems.append("it does not match its own sha256: convert again")
     return problems

@@ -59,6 +59,24 @@ class Text:
         return self.tokenizer.decode(list(ids), skip_special_tokens=True)
 
 
+def make_tokenizer(described: Mapping[str, Any], origin: str) -> Any:
+    """The `tokenizers.Tokenizer` that a tokenizer.json describes.
+
+    Raises:
+        InputError: it describes none.
+    """
+    import tokenizers
+
+    if not isinstance(described.get("model"), dict):
+        raise InputError(f"{origin}: tokenizer.json has no model: convert again from a whole folder")
+    try:
+        return tokenizers.Tokenizer.from_str(json.dumps(described))
+    except Exception as error:  # the library raises no narrower one
+        raise InputError(
+            f"{origin}: tokenizer.json cannot be used ({error}): convert again from a whole folder"
+        ) from error
+
+
 def read_text_assets(assets: Mapping[str, Path], origin: str) -> Text:
     """The text side of a checkpoint from the files it carries.
 
@@ -66,19 +84,13 @@ def read_text_assets(assets: Mapping[str, Path], origin: str) -> Text:
         InputError: no tokenizer.json among them; a file that is not JSON; the packages of the extra `text` are missing.
     """
     need_packages("tokenizers", "jinja2")
-    import tokenizers
-
     files = {PurePosixPath(name).name: path for name, path in assets.items()}
     if "tokenizer.json" not in files:
         raise InputError(
             f"{origin}: no tokenizer.json among the files it carries ({', '.join(sorted(files)) or 'none'}):"
             " convert again from a folder that holds tokenizer.json beside the weights"
         )
-    # Looked at first: what the library raises on a broken file cannot be told from its other errors.
-    described = _json(files, "tokenizer.json", origin)
-    if not isinstance(described.get("model"), dict):
-        raise InputError(f"{origin}: tokenizer.json has no model: convert again from a whole folder")
-    tokenizer = tokenizers.Tokenizer.from_str(json.dumps(described))
+    tokenizer = make_tokenizer(_json(files, "tokenizer.json", origin), origin)
     settings = _json(files, "tokenizer_config.json", origin)
     special = {name: _token_text(settings[name]) for name in SPECIAL if settings.get(name) is not None}
     template = _template(files, settings, origin)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import html
-import json
 import re
 import time
 from pathlib import Path, PurePosixPath
@@ -17,6 +16,7 @@ from shardzoo.cli import chat, media
 from shardzoo.cli.devices import start_mesh
 from shardzoo.errors import InputError, fail_if
 from shardzoo.progress import Progress
+from shardzoo.strict_json import parse_object
 from shardzoo.zoo import layout, wan, wan_pipeline
 from shardzoo.zoo.mesh import Degrees
 from shardzoo.zoo.wan_pipeline import Components, Request, Settings
@@ -171,16 +171,14 @@ def clean(prompt: str) -> str:
 def _tokenizer(pipeline: Pipeline) -> Any:
     """The text encoder's tokenizer, cutting at the longest text."""
     chat.need_packages("tokenizers")
-    import tokenizers
-
     found = [name for name in pipeline.files if PurePosixPath(name).name == "tokenizer.json"]
     if not found:
         raise InputError(
             f"{pipeline.path}: no tokenizer.json among its files ({', '.join(pipeline.files) or 'none'}): convert again"
             " from a folder that holds the tokenizer"
         )
-    described = json.loads(pipeline.file(found[0]).read_text(encoding="utf-8"))
-    tokenizer = tokenizers.Tokenizer.from_str(json.dumps(described))
+    described = parse_object(pipeline.read(found[0]), str(pipeline.file(found[0])))
+    tokenizer = chat.make_tokenizer(described, str(pipeline.path))
     tokenizer.no_padding()
     tokenizer.enable_truncation(wan.TEXT_TOKENS)
     return tokenizer

@@ -185,6 +185,10 @@ def _check_place(source: PipelineSource, target: Path, names: list[str]) -> None
                 f"{target}: is a pipeline of kind {there.kind} from layout {there.layout}, and the source one of"
                 f" {source.kind} in layout {source.layout}: choose another destination"
             )
+        if _own(there.settings) != _own(source.settings):
+            raise InputError(
+                f"{target}: is of a pipeline with other settings than {source.root}: choose another destination"
+            )
         twice = [name for name in names if name in there.components]
         if twice:
             raise InputError(
@@ -193,6 +197,11 @@ def _check_place(source: PipelineSource, target: Path, names: list[str]) -> None
             )
     elif not (target / PARTIAL).is_file():
         check_destination(target)
+
+
+def _own(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """A pipeline's own settings, without where it was downloaded from."""
+    return {name: value for name, value in settings.items() if name != "hub"}
 
 
 def _require_space(target: Path, nbytes: int) -> None:
@@ -423,7 +432,7 @@ def _assemble(pipeline: Pipeline, parts: Path, names: list[str], layout: str) ->
 
 
 def _small_files(pipeline: Pipeline, layout: str) -> dict[str, bytes]:
-    came = {name: pipeline.file(name).read_bytes() for name in pipeline.files}
+    came = {name: pipeline.read(name) for name in pipeline.files}
     if layout == pipeline.layout:
         return came
     tokenizer = {f"tokenizer/{Path(name).name}": data for name, data in came.items()}

@@ -24,6 +24,7 @@ _VAE = re.compile(r"Wan2\.(?P<minor>\d)_VAE\.(pth|safetensors)")
 _DIT = re.compile(r"diffusion_pytorch_model.*\.(safetensors|bin)")
 _EXPERTS = {"transformer": "high_noise_model", "transformer_2": "low_noise_model"}
 _TOKENIZER = "google/umt5-xxl"
+_NO_WEIGHTS = re.compile("Scheduler|Tokenizer|Processor|FeatureExtractor")  # in the class of what is no model
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,8 +102,10 @@ def _diffusers(root: Path) -> PipelineSource:
     listed = [key for key, value in index.items() if isinstance(value, list) and any(value)]
     gone = [f"{key}: {MODEL_INDEX} names it, and there is no such folder: fetch it" for key in listed
             if not (root / key).is_dir()]  # fmt: skip
+    components = {key: key for key in listed if (root / key).is_dir() and _has_weights(root / key)}
+    gone += [f"{key}: there are no weights in its folder: fetch them" for key in listed
+             if (root / key).is_dir() and key not in components and not _NO_WEIGHTS.search(str(index[key][-1]))]  # fmt: skip
     fail_if(gone, f"{root}: components are missing")
-    components = {key: key for key in listed if _has_weights(root / key)}
     small = [f"{key}/{name}" for key in listed if key not in components for name in _small(root / key)]
     plain = {key: value for key, value in index.items() if not isinstance(value, list) and not key.startswith("_")}
     settings = {"_class_name": name, **plain, "scheduler": _scheduler(root)}

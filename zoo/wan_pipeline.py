@@ -80,22 +80,26 @@ def read_settings(settings: Mapping[str, Any], manner: Manner) -> Settings:
     Raises:
         InputError: a scheduler, or an option of it, that is not implemented; all in one message.
     """
-    config = settings["scheduler"]
-    name = config.get("_class_name")
+    config = settings.get("scheduler")
+    name = config.get("_class_name") if isinstance(config, Mapping) else None
     if name not in _SOLVERS:
         raise InputError(f"scheduler: {name!r} is not implemented: {' and '.join(_SOLVERS)} are")
     solver = _SOLVERS[name]
     needed = _NEEDED[solver] | {"num_train_timesteps": sampling.TRAIN_STEPS}
     wrong = [f"{n}={config[n]!r} is not, {v!r} is" for n, v in needed.items() if config.get(n, v) != v]
     wrong += [f"{n}={config[n]!r} is not" for n in _NEITHER if config.get(n)]
+    order, named = config.get("solver_order", 2), "flow_shift" if solver == "unipc" else "shift"
+    wrong += [] if order in (1, 2, 3) else [f"solver_order={order!r} is not, 1, 2 and 3 are"]
+    shift = config.get(named)
+    real = shift is None or (isinstance(shift, int | float) and 0 < shift < float("inf"))
+    wrong += [] if real else [f"{named}={shift!r} is not, a finite number above 0 is"]
     fail_if(wrong, f"scheduler: not all of what this {name} is set to is implemented")
-    shift = config.get("flow_shift" if solver == "unipc" else "shift")
     return Settings(
         boundary=settings.get("boundary_ratio"),
         per_token=bool(settings.get("expand_timesteps")),
         solver=solver,
         shift=1.0 if shift is None else float(shift),
-        order=config.get("solver_order", 2),
+        order=order,
         manner=manner,
     )
 
@@ -170,9 +174,12 @@ def check(declared: Mapping[str, Any], settings: Settings, request: Request) -> 
         problems.append(
             f"guidance: {len(request.guidance)} scales for {experts} transformers: give one for each, or one"
         )
+    vocab = declared["text_encoder"].config.vocab
     for name, ids in (("prompt", request.ids), ("negative prompt", request.negative_ids)):
         if not 1 <= len(ids) <= wan.TEXT_TOKENS:
             problems.append(f"{name}: tokens={len(ids)} are not 1 to {wan.TEXT_TOKENS}: shorten it")
+        if ids and not 0 <= min(ids) <= max(ids) < vocab:
+            problems.append(f"{name}: token {max(ids)} is not in vocab={vocab}: use the text encoder's own tokenizer")
     problems += [f"guidance={s} is not a number to scale by: change it" for s in request.guidance if not np.isfinite(s)]
     fail_if(problems, "wan_pipeline")
 

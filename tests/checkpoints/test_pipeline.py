@@ -41,6 +41,13 @@ def test_what_is_written_is_read(pipeline, tmp_path):
     assert "cannot be read" in pipeline.damaged_files()[0]
 
 
+def test_one_bit_of_a_setting_is_noticed(pipeline, tmp_path):
+    file = tmp_path / "pipeline.json"
+    file.write_bytes(file.read_bytes().replace(b'"flow_shift":3.0', b'"flow_shift":7.0'))
+    with pytest.raises(InputError, match="does not match its own sha256"):
+        open_pipeline(tmp_path)
+
+
 def edited(record, path, value):
     *steps, last = path.split("/")
     inside = record

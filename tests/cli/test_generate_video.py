@@ -1,5 +1,6 @@
 """Videos from the command line: a tiny pipeline as diffusers saves it, converted and run, to a file and to pictures."""
 
+import dataclasses
 import json
 import shutil
 
@@ -12,6 +13,7 @@ import torch
 from command_line import invoke, run
 
 from shardzoo import checkpoints
+from shardzoo.checkpoints.manifest import FileEntry, sha256
 from shardzoo.checkpoints.pipeline import open_pipeline
 from shardzoo.cli import media, video
 from shardzoo.zoo.mesh import make_mesh
@@ -160,15 +162,23 @@ def test_missing_parts_are_named(folders, tmp_path):
     ended = invoke("generate", tmp_path / "part", *PROMPT, *SIZE, "--out", tmp_path / "x")
     assert ended.status == 1 and "no 'text_encoder', 'vae'" in ended.err
     bare = shutil.copytree(ours, tmp_path / "bare")
-    said = json.loads((bare / "pipeline.json").read_text())
-    said["files"] = {name: entry for name, entry in said["files"].items() if "tokenizer" not in name}
-    (bare / "pipeline.json").write_text(json.dumps(said))
+    made = open_pipeline(bare)
+    without = {name: entry for name, entry in made.files.items() if "tokenizer" not in name}
+    dataclasses.replace(made, files=without).write()
     ended = invoke("generate", bare, *PROMPT, *SIZE, "--out", tmp_path / "x")
     assert ended.status == 1 and "no tokenizer.json among its files" in ended.err
-    said["settings"]["scheduler"] |= {"use_karras_sigmas": True, "prediction_type": "epsilon"}
-    (bare / "pipeline.json").write_text(json.dumps(said))
+    for text, named in (("{}", "has no model"), ("{", "not as it was"), ('{"model": {}}', "cannot be used")):
+        file = next(name for name in made.files if name.endswith("tokenizer.json"))
+        made.file(file).write_text(text)
+        entry = FileEntry(size=len(text), sha256=sha256(text.encode()))
+        dataclasses.replace(made, files=made.files | ({} if text == "{" else {file: entry})).write()
+        ended = invoke("generate", bare, *PROMPT, *SIZE, "--out", tmp_path / "x")
+        assert ended.status == 1 and named in ended.err
+    odd = {"use_karras_sigmas": True, "prediction_type": "epsilon", "flow_shift": "abc", "solver_order": 7}
+    dataclasses.replace(made, settings={**made.settings, "scheduler": made.settings["scheduler"] | odd}).write()
     ended = invoke("generate", bare, *PROMPT, *SIZE, "--out", tmp_path / "x")
     assert "use_karras_sigmas=True is not" in ended.err and "prediction_type='epsilon' is not" in ended.err
+    assert "flow_shift='abc' is not" in ended.err and "solver_order=7 is not" in ended.err
 
 
 def test_numbers_that_no_machine_has_are_refused(folders, tmp_path):

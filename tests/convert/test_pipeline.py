@@ -174,6 +174,15 @@ def test_components_are_picked_and_added(saved, tmp_path):
         run(source, dst, components=("vae",))
     run(source, dst, components=("vae",), overwrite=True)
     assert list(open_pipeline(dst).components) == ["vae"]
+    other = shutil.copytree(source, tmp_path / "other")
+    settings = other / "scheduler/scheduler_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"flow_shift": 7.0}))
+    with pytest.raises(InputError, match="is of a pipeline with other settings than"):
+        run(other, dst, components=("transformer",))
+    for file in (other / "vae").glob("*.safetensors"):
+        file.unlink()
+    with pytest.raises(InputError, match="vae: there are no weights in its folder"):
+        run(other, tmp_path / "third")
     with pytest.raises(InputError, match="component='unet' is not in this diffusers folder"):
         run(source, dst, components=("unet",))
 
