@@ -159,7 +159,7 @@ def _request(
     paths = {name: path for name, path in given.items() if path is not None}
     if paths:  # which are scaled to the size
         fail_if(list(wan_pipeline.size_problems(parts, request)), "generate")
-    pictures = {name: media.read_picture(path, height, width) for name, path in paths.items()}
+    pictures: dict[str, Any] = {name: media.read_picture(path, height, width) for name, path in paths.items()}
     return dataclasses.replace(request, **pictures)
 
 

@@ -104,7 +104,8 @@ def _diffusers(root: Path) -> PipelineSource:
             if not (root / key).is_dir()]  # fmt: skip
     components = {key: key for key in listed if (root / key).is_dir() and _has_weights(root / key)}
     gone += [f"{key}: there are no weights in its folder: fetch them" for key in listed
-             if (root / key).is_dir() and key not in components and not _NO_WEIGHTS.search(str(index[key][-1]))]  # fmt: skip
+             if (root / key).is_dir() and key not in components
+             and not _NO_WEIGHTS.search(str(index[key][-1]))]  # fmt: skip
     fail_if(gone, f"{root}: components are missing")
     small = [f"{key}/{name}" for key in listed if key not in components for name in _small(root / key)]
     plain = {key: value for key, value in index.items() if not isinstance(value, list) and not key.startswith("_")}
