@@ -3,8 +3,9 @@
     python benchmarks/wan_tpu.py [NAME ...]
 
 bfloat16 weights, all 40 layers, one row, the keys of the text kept, the "seq" residual. `weights` are all of the
-model's on a chip; `arguments` leave out those that a step does not read (text embedding, keys of the text); times are
-wall clock, so compile on an idle machine.
+model's on a chip; `arguments` leave out those that a step does not read (text embedding, keys of the text); `peak` is
+of arguments, results and temporaries together. It leaves less for temporaries than the compiler's own figure for them,
+which is larger than the heap of its buffer assignment. Times are wall clock, so compile on an idle machine.
 """
 
 import argparse
@@ -60,7 +61,8 @@ def measure(name: str) -> str:
     return (
         f"{name:22} {topology:10} trace {traced - begin:5.1f} s  compile {done - traced:6.1f} s"
         f"  weights {weights / GIB:5.2f}  arguments {memory.argument_size_in_bytes / GIB:5.2f}"
-        f"  temporaries {memory.temp_size_in_bytes / GIB:5.2f} GiB  ({counts})"
+        f"  temporaries {memory.temp_size_in_bytes / GIB:5.2f}  peak {memory.peak_memory_in_bytes / GIB:5.2f} GiB"
+        f"  ({counts})"
     )
 
 
