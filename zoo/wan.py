@@ -27,7 +27,7 @@ from shardzoo.zoo.mesh import CONTEXT, DATA, TP
 from shardzoo.zoo.video_tokens import Sizes, grid_of, grid_rotary, join_patches, patches
 from shardzoo.zoo.wan_model import Config, Context, Host, Modulation, Timesteps, Wan, own_share
 
-CHUNK = 1024  # for 14B on a TPU: 512 spare no memory, and 1024 rows still keep its matrix unit busy
+CHUNK = 1024  # for 14B on TPUs 512 spare no memory; by arithmetic, 1024 rows read a weight faster than they use it
 ROWS = 16  # chunks are padded to a multiple of this many tokens on each device, as tiles of 16-bit floats are
 TEXT_TOKENS = 512  # texts are zero-padded to this length, and the zeros attended to
 IMAGE_TOKENS = 257  # of one image, as the published image encoder gives them
