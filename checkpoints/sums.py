@@ -20,8 +20,8 @@ from shardzoo.zoo.layout import HOST
 
 SEEDS = ((0x9E3779B1, 0x85EBCA77), (0xC2B2AE3D, 0x27D4EB2F))  # (row, column) weights of the two sums
 TAIL = 128  # columns: at least this many where the leaf has them
-PIECE = 1 << 20  # elements that numpy sums at a time
-TILE = 1 << 17  # words widened at a time, so that they stay in cache
+PIECE = 1 << 22  # elements that numpy sums at a time
+TILE = 1 << 19  # words widened at a time, so that they stay in cache
 SUB_BYTE = {
     np.dtype(ml_dtypes.int2): 2,
     np.dtype(ml_dtypes.int4): 4,
@@ -93,9 +93,11 @@ def _of_piece(block: Shaped[np.ndarray, "..."], start: tuple[int, ...], shape: t
         for row_seed, column_seed in SEEDS
     ]
     sums = [0, 0]
-    step = max(1, TILE // columns)
+    step = max(1, min(TILE // columns, len(flat)))
+    room = np.empty((step, columns), np.uint32)
     for at in range(0, len(flat), step):
-        wide = flat[at : at + step].astype(np.uint32)  # once for both sums
+        wide = room[: len(flat) - at]
+        np.copyto(wide, flat[at : at + step])  # once for both sums
         for which, (f, g) in enumerate(weights):
             sums[which] += int(np.dot(np.einsum("rc,c->r", wide, g), f[at : at + step]))
     return sums[0] & 0xFFFFFFFF, sums[1] & 0xFFFFFFFF

@@ -29,7 +29,7 @@ from shardzoo.errors import InputError
 from shardzoo.progress import Progress
 from shardzoo.zoo.families import config_to_json
 
-BUDGET = 96 << 20  # bytes in flight, unless the caller says otherwise
+BUDGET = 128 << 20  # bytes in flight, unless the caller says otherwise
 PROBE_BYTES = 32 << 20
 
 
@@ -126,7 +126,7 @@ def convert(
         dst: where the checkpoint will be.
         family, component, dtype, config, prefix: see `make_plan`.
         variant, select: see `open_source`.
-        memory_budget: bytes of values in flight (default 96 MiB, or what the largest block needs if that is more);
+        memory_budget: bytes of values in flight (default 128 MiB, or what the largest block needs if that is more);
             peak memory is about this and the interpreter.
         dry_run: check everything and predict time and memory, but leave nothing at the destination: its speed is
             measured by a nameless file, no longer than the checkpoint and gone at once.
