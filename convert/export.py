@@ -100,7 +100,7 @@ def export(
         dst: the folder to write.
         layout: "transformers", "diffusers", ...; by default the one it was converted from.
         overwrite: replace a folder of weights at `dst` once the new one is whole.
-        memory_budget: bytes of values in flight (default 96 MiB).
+        memory_budget: bytes of values in flight (default 128 MiB).
         progress: told of each block.
 
     Raises:

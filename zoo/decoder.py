@@ -27,6 +27,7 @@ from shardzoo.zoo.attention import attention
 from shardzoo.zoo.families import Family, TraceSizes, register
 from shardzoo.zoo.in_place import block_at
 from shardzoo.zoo.layers import (
+    WHOLE_STREAM,
     ColumnLinear,
     Embedding,
     Residual,
@@ -38,7 +39,6 @@ from shardzoo.zoo.layout import Param
 from shardzoo.zoo.mesh import CONTEXT, DATA, KV, TP
 from shardzoo.zoo.rope import Rope, Rotary, rotary, rotate
 
-WHOLE_STREAM: Residual = "whole"
 Host = Array | np.ndarray  # what the public functions take
 
 

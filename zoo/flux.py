@@ -23,7 +23,7 @@ from shardzoo.zoo.attention import attention
 from shardzoo.zoo.families import Family, TraceSizes, register
 from shardzoo.zoo.flux_model import Config, Flux, modulated
 from shardzoo.zoo.joint_streams import Shares, everywhere, joint_attention, positions_rotary
-from shardzoo.zoo.layers import Residual, SplitInputLinear, gather_residual
+from shardzoo.zoo.layers import Residual, SplitInputLinear, gather_residual, pad
 from shardzoo.zoo.mesh import DATA, TP
 
 Host = Array | np.ndarray
@@ -120,7 +120,7 @@ def forward(
         text_ids = np.zeros((text.shape[1], len(config.axes))) if text_ids is None else text_ids
         fail_if(_problems(config, image, text, pooled, image_ids, text_ids, guidance), "flux.forward")
         given = {"image": image, "text": text, "pooled": pooled, "timesteps": timesteps, "guidance": guidance}
-        arrays = {k: _pad_batch(jnp.asarray(v), mesh.shape[DATA]) for k, v in given.items() if v is not None}
+        arrays = {k: pad(jnp.asarray(v), 0, mesh.shape[DATA]) for k, v in given.items() if v is not None}
         tables = [positions_rotary(ids, config.axes, config.theta) for ids in (text_ids, image_ids)]
         shard = jax.shard_map(
             lambda model, arrays: _forward(model, declared, run, tables, **arrays),
@@ -144,11 +144,6 @@ def _problems(config: Config, image, text, pooled, image_ids, text_ids, guidance
             yield f"{name}: axes={ids.shape[1]} are not the {len(config.axes)} of the model: give one position for each"
     if (guidance is None) == config.guidance:
         yield "guidance: " + ("missing" if config.guidance else "the model is not told it: leave it out")
-
-
-def _pad_batch(x: Array, ways: int) -> Array:
-    extra = -x.shape[0] % ways
-    return jnp.pad(x, [(0, extra), *[(0, 0)] * (x.ndim - 1)]) if extra else x
 
 
 def _forward(

@@ -13,7 +13,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Shaped
 
 from shardzoo.zoo.attention import attention
-from shardzoo.zoo.layers import SEQ, Residual
+from shardzoo.zoo.layers import SEQ, Residual, own_share, pad
 from shardzoo.zoo.mesh import CONTEXT, TP
 
 Pair = tuple[Array, Array]
@@ -53,11 +53,7 @@ class Shares:
 
     def take(self, x: Shaped[Array, "batch all_seq ..."], axes: tuple[str, ...] | None = None) -> Array:
         """This device's share of a stream, padded with zeros to divide; over `axes`, by default those of the stream."""
-        extra = -x.shape[SEQ] % lax.axis_size(self.axes)
-        x = jnp.pad(x, [(0, extra if dim == SEQ else 0) for dim in range(x.ndim)]) if extra else x
-        ways = axes or self.axes
-        size = x.shape[SEQ] // lax.axis_size(ways)
-        return lax.dynamic_slice_in_dim(x, lax.axis_index(ways) * size, size, axis=SEQ)
+        return own_share(pad(x, SEQ, lax.axis_size(self.axes)), axes or self.axes)
 
     def whole(self, x: Float[Array, "batch part_seq ..."], seq: int) -> Float[Array, "batch all_seq ..."]:
         """A stream of `seq` tokens from the shares of all devices: one all-gather."""

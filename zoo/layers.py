@@ -14,7 +14,7 @@ from typing import Literal
 import equinox as eqx
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from shardzoo.zoo.in_place import rows_at
 from shardzoo.zoo.layout import Param
@@ -22,6 +22,7 @@ from shardzoo.zoo.mesh import TP, traced_platform
 
 Leaf = Array | Param
 Residual = Literal["whole", "seq"]
+WHOLE_STREAM: Residual = "whole"
 SEQ = 1  # the sequence dim of (batch, seq, ...)
 
 
@@ -35,6 +36,18 @@ def reduce_residual(partial: Float[Array, "batch seq ..."], residual: Residual) 
     if residual == "seq":
         return lax.psum_scatter(partial, TP, scatter_dimension=SEQ, tiled=True)
     return lax.psum(partial, TP)
+
+
+def pad(x: Array, axis: int, ways: int) -> Array:
+    """x with zeros added until this dim divides."""
+    extra = [(0, -size % ways if dim == axis else 0) for dim, size in enumerate(x.shape)]
+    return jnp.pad(x, extra) if extra[axis][1] else x
+
+
+def own_share(x: Shaped[Array, "batch all_seq ..."], axes: tuple[str, ...]) -> Shaped[Array, "batch seq ..."]:
+    """This device's share of a sequence that is whole on all devices of these axes and divides by them."""
+    size = x.shape[SEQ] // lax.axis_size(axes)
+    return lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * size, size, axis=SEQ)
 
 
 def contract(x: Float[Array, "batch seq *in"], weight: Float[Array, "*out_in"], inputs: int = 1) -> Float[Array, "..."]:

@@ -22,10 +22,10 @@ from shardzoo.errors import fail_if
 from shardzoo.zoo import layout
 from shardzoo.zoo.attention import attention
 from shardzoo.zoo.families import Family, TraceSizes, register
-from shardzoo.zoo.layers import SEQ, Residual
+from shardzoo.zoo.layers import SEQ, Residual, own_share, pad
 from shardzoo.zoo.mesh import CONTEXT, DATA, TP
 from shardzoo.zoo.video_tokens import Sizes, grid_of, grid_rotary, join_patches, patches
-from shardzoo.zoo.wan_model import Config, Context, Host, Modulation, Timesteps, Wan, own_share
+from shardzoo.zoo.wan_model import Config, Context, Host, Modulation, Timesteps, Wan
 
 CHUNK = 1024  # for 14B on TPUs 512 spare no memory; by arithmetic, 1024 rows read a weight faster than they use it
 ROWS = 16  # chunks are padded to a multiple of this many tokens on each device, as tiles of 16-bit floats are
@@ -226,12 +226,6 @@ def padded_text(
     if lengths is not None:
         text = jnp.where((jnp.arange(text.shape[1]) < jnp.asarray(lengths)[:, None])[..., None], text, 0)
     return jnp.pad(text, ((0, 0), (0, max(0, TEXT_TOKENS - text.shape[1])), (0, 0)))
-
-
-def pad(x: Array, axis: int, ways: int) -> Array:
-    """x with zeros added until this dim divides."""
-    extra = [(0, -size % ways if dim == axis else 0) for dim, size in enumerate(x.shape)]
-    return jnp.pad(x, extra) if extra[axis][1] else x
 
 
 def _embedded(

@@ -18,14 +18,14 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jaxtyping import Array, Float, Int, Num, Shaped
+from jaxtyping import Array, Float, Int, Num
 
 from shardzoo.errors import fail_if
 from shardzoo.zoo import layout
 from shardzoo.zoo.attention import cross_attention
 from shardzoo.zoo.layers import (
     SEQ,
+    WHOLE_STREAM,
     ColumnLinear,
     LayerNorm,
     Residual,
@@ -35,6 +35,7 @@ from shardzoo.zoo.layers import (
     contract,
     gather_residual,
     norm_together,
+    own_share,
 )
 from shardzoo.zoo.layout import Param
 from shardzoo.zoo.mesh import TP
@@ -42,7 +43,6 @@ from shardzoo.zoo.rope import Rotary
 from shardzoo.zoo.video_tokens import Sizes, rotate_pairs, sinusoid
 
 Host = Array | np.ndarray  # what the public functions take
-WHOLE_STREAM: Residual = "whole"
 IMAGE_EPS = 1e-5
 
 
@@ -136,12 +136,6 @@ class Modulation(NamedTuple):
         if self.index is None:
             return values
         return jnp.take_along_axis(values, self.index[..., None], axis=1)
-
-
-def own_share(x: Shaped[Array, "batch all_seq ..."], axes: tuple[str, ...]) -> Shaped[Array, "batch seq ..."]:
-    """This device's share of a sequence that is whole on all devices of these axes and divides by them."""
-    size = x.shape[SEQ] // lax.axis_size(axes)
-    return lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * size, size, axis=SEQ)
 
 
 def _modulated(x: Float[Array, "batch part_seq embed"], norm: LayerNorm, shift: Array, scale: Array) -> Array:
