@@ -39,6 +39,7 @@ _SIGNS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
 WRAPPERS = (
     *("module.", "_orig_mod.", "transformer.", "model.diffusion_model.", "diffusion_model.", "state_dict."),
     *("base_model.model.", "net.", "model."),
+    *("vae.", "first_stage_model.", "text_encoders.clip_l.", "text_encoders.t5xxl."),  # parts of ComfyUI's files
 )
 
 

@@ -11,16 +11,18 @@ from shardzoo.zoo.families import family_names, find_family, find_preset
 from shardzoo.zoo.mesh import Degrees, make_mesh
 
 if TYPE_CHECKING:
-    from shardzoo.zoo import clip_vision, decoder, flux, sampling, t5, wan, wan_pipeline, wan_vae
+    from shardzoo.zoo import clip_text, clip_vision, decoder, flux, flux2, sampling, t5, wan, wan_pipeline, wan_vae
 
 __all__ = [
     "Degrees",
+    "clip_text",
     "clip_vision",
     "decoder",
     "family_names",
     "find_family",
     "find_preset",
     "flux",
+    "flux2",
     "make_mesh",
     "sampling",
     "t5",

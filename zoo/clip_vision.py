@@ -1,7 +1,7 @@
 """The image encoder of CLIP: a vision transformer that gives one of its hidden states (Wan: the last but one).
 
 Source: CLIPVisionModel of transformers 5, and the `visual` half of the Wan2.1 repository's CLIP, which is the same.
-`images.py` turns images into what it takes.
+`images.py` turns images into what it takes; `clip.py` has its blocks.
 
 Mesh axes: the batch over `data`, heads and mlp over the tensor axes; `pipe` must be 1. Tokens are few and odd in number
 (257), so that they are never split: every device of `context` computes the same. Shapes inside layers are one device's.
@@ -10,28 +10,26 @@ The blocks are stacked and run by one `lax.scan`.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from beartype import beartype
-from jax import P, lax
+from jax import P
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Float, jaxtyped
 
 from shardzoo.errors import InputError, fail_if
 from shardzoo.zoo import layout
-from shardzoo.zoo.attention import cross_attention
+from shardzoo.zoo.clip import Activation, Block, blocks_to_run, declare_norm, gathered, run_blocks, size_problems
 from shardzoo.zoo.families import Family, TraceSizes, register
-from shardzoo.zoo.layers import ColumnLinear, LayerNorm, Leaf, RowLinear, contract
+from shardzoo.zoo.layers import LayerNorm, Leaf, contract
 from shardzoo.zoo.layout import Param
-from shardzoo.zoo.mesh import CONTEXT, DATA, TP
+from shardzoo.zoo.mesh import DATA
 
 Host = Array | np.ndarray  # what the public functions take
-Activation = Literal["gelu", "quick_gelu"]
-Tree = TypeVar("Tree")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,14 +55,9 @@ class Config:
     norm_eps: float = 1e-5
 
     def __post_init__(self):
-        sizes = ("embed", "mlp", "layers", "heads", "image", "patch", "channels")
-        problems = [f"{n}={getattr(self, n)} is not at least 1: change it" for n in sizes if getattr(self, n) < 1]
-        if not problems and self.embed % self.heads:
-            problems.append(f"embed={self.embed} does not divide by heads={self.heads}: change one of them")
+        problems = size_problems(self, ("embed", "mlp", "layers", "heads", "image", "patch", "channels"))
         if not problems and self.image < self.patch:
             problems.append(f"image={self.image} is smaller than patch={self.patch}: change one of them")
-        if self.activation not in ("gelu", "quick_gelu"):
-            problems.append(f"activation={self.activation!r} is unknown: use 'gelu' or 'quick_gelu'")
         fail_if(problems, "clip_vision config")
 
     @property
@@ -77,87 +70,12 @@ class Config:
         return self.grid**2 + 1
 
 
-def quick_gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """x * sigmoid(1.702 x)."""
-    return x * jax.nn.sigmoid(1.702 * x)
-
-
 def patches(pixels: Float[Array, "batch channels height width"], size: int) -> Float[Array, "batch seq channels p q"]:
     """Square patches of this size, row by row; each has the order of a convolution's weight."""
     batch, channels, height, width = pixels.shape
     rows, columns = height // size, width // size
     cut = pixels[:, :, : rows * size, : columns * size].reshape(batch, channels, rows, size, columns, size)
     return cut.transpose(0, 2, 4, 1, 3, 5).reshape(batch, rows * columns, channels, size, size)
-
-
-class Attention(eqx.Module):
-    """Attention of all tokens to all: x whole in embed, heads split; output whole again.
-
-    `qkv[B, S, 3, H_TP, D] = x[B, S, E] . W[3, H_TP, D, E] + b[3, H_TP, D]`;
-    `y[B, S, E] = psum_TP(o[B, S, H_TP, D] . Wo[E, H_TP, D]) + bo[E]`.
-    """
-
-    qkv: ColumnLinear
-    out: RowLinear
-
-    @classmethod
-    def declare(cls, c: Config) -> "Attention":
-        heads = (c.heads, c.embed // c.heads)
-        return cls(
-            qkv=ColumnLinear(
-                Param("block heads head_dim embed", (3, *heads, c.embed), {"heads": TP}),
-                Param("block heads head_dim", (3, *heads), {"heads": TP}),
-            ),
-            out=RowLinear(Param("embed heads head_dim", (c.embed, *heads), {"heads": TP}), Param("embed", (c.embed,))),
-        )
-
-    def __call__(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
-        qkv = self.qkv(x)
-        return self.out(cross_attention(qkv[:, :, 0], qkv[:, :, 1:]))
-
-
-class Mlp(eqx.Module):
-    """y = down(activation(up x)), both with biases; x and y whole, the mlp dim split over the tensor axes."""
-
-    up: ColumnLinear
-    down: RowLinear
-    activation: Activation = eqx.field(static=True)
-
-    @classmethod
-    def declare(cls, c: Config) -> "Mlp":
-        return cls(
-            up=ColumnLinear(Param("mlp embed", (c.mlp, c.embed), {"mlp": TP}), Param("mlp", (c.mlp,), {"mlp": TP})),
-            down=RowLinear(Param("embed mlp", (c.embed, c.mlp), {"mlp": TP}), Param("embed", (c.embed,))),
-            activation=c.activation,
-        )
-
-    def __call__(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
-        up = self.up(x)
-        return self.down(quick_gelu(up) if self.activation == "quick_gelu" else jax.nn.gelu(up, approximate=False))
-
-
-def _norm(c: Config) -> LayerNorm:
-    return LayerNorm(Param("embed", (c.embed,)), Param("embed", (c.embed,)), eps=c.norm_eps)
-
-
-class Block(eqx.Module):
-    """One layer: attention and MLP, each after a norm and added to the stream.
-
-    Collectives: two all-reduces over the tensor axes.
-    """
-
-    attn_norm: LayerNorm
-    attn: Attention
-    mlp_norm: LayerNorm
-    mlp: Mlp
-
-    @classmethod
-    def declare(cls, c: Config) -> "Block":
-        return cls(attn_norm=_norm(c), attn=Attention.declare(c), mlp_norm=_norm(c), mlp=Mlp.declare(c))
-
-    def __call__(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
-        x = x + self.attn(self.attn_norm(x))
-        return x + self.mlp(self.mlp_norm(x))
 
 
 class Patches(eqx.Module):
@@ -174,7 +92,7 @@ class Patches(eqx.Module):
             weight=Param("embed channels height width", (c.embed, c.channels, c.patch, c.patch)),
             first=Param("embed", (c.embed,)),
             positions=Param("seq embed", (c.tokens, c.embed)),
-            norm=_norm(c),
+            norm=declare_norm(c),
         )
 
     def __call__(self, pixels: Float[Array, "batch channels height width"]) -> Float[Array, "batch seq embed"]:
@@ -193,7 +111,9 @@ class Encoder(eqx.Module):
 
     @classmethod
     def declare(cls, c: Config) -> "Encoder":
-        return cls(patches=Patches.declare(c), blocks=layout.stack(Block.declare(c), c.layers), norm=_norm(c), config=c)
+        return cls(
+            patches=Patches.declare(c), blocks=layout.stack(Block.declare(c), c.layers), norm=declare_norm(c), config=c
+        )
 
 
 def declare(config: Config, dtype: Any = np.float32) -> Encoder:
@@ -234,13 +154,7 @@ def forward(
     """
     layout.audit(declared, mesh)
     config = declared.config
-    last = config.layers if hidden_state == "pooled" else hidden_state
-    if not -config.layers - 1 <= last <= config.layers:
-        raise InputError(
-            f"clip_vision.forward: hidden_state={hidden_state} is not one of the {config.layers + 1}:"
-            f" use {-config.layers - 1} to {config.layers}"
-        )
-    layers = last if last >= 0 else config.layers + 1 + last
+    layers = blocks_to_run("clip_vision.forward", hidden_state, ("pooled",), config.layers)
     dtype = None if dtype is None else jnp.dtype(dtype)
     shard = jax.shard_map(
         lambda model, pixels: _forward(model, declared, pixels, layers, hidden_state == "pooled", dtype),
@@ -271,28 +185,10 @@ def _forward(
     dtype: jnp.dtype | None,
 ) -> Float[Array, "batch *tokens embed"]:
     """One device's share of the batch after this many blocks."""
-    embed = _gather(model.patches, declared.patches)
+    embed = gathered(model.patches, declared.patches)
     x = embed(pixels.astype(embed.weight.dtype if dtype is None else dtype))
-    every = model.config.layers
-
-    def body(x, inputs):
-        block, index = inputs
-        block = _gather(block, declared.blocks)
-        # Blocks that are not run are skipped in place: to cut them off would copy all others.
-        return block(x) if layers == every else lax.cond(index < layers, lambda: block(x), lambda: x), None
-
-    x, _ = lax.scan(body, x, (model.blocks, jnp.arange(every)))
-    return _gather(model.norm, declared.norm)(x[:, 0]) if pooled else x
-
-
-def _gather(live: Tree, declared: Tree) -> Tree:
-    """Weights gathered from a split at rest: they act on what differs along `data` and is the same along `context`."""
-    for axis, to in ((DATA, "varying"), (CONTEXT, "invarying")):
-        split = jax.tree.map(
-            lambda p, axis=axis: dataclasses.replace(p, rest={d: a for d, a in p.rest.items() if a == axis}), declared
-        )
-        live = layout.gather_at_rest(live, split, to=to)
-    return live
+    x = run_blocks(model.blocks, declared.blocks, x, run=layers, of=model.config.layers)
+    return gathered(model.norm, declared.norm)(x[:, 0]) if pooled else x
 
 
 PRESETS = {"vit-h-14": Config(embed=1280, mlp=5120, layers=32, heads=16, patch=14)}

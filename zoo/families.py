@@ -61,9 +61,11 @@ class Family:
 
 # The zoo's own families and their modules, imported when a family is asked for: a program pays for those that it uses.
 MODULES = {
+    "clip-text": "clip_text",
     "clip-vision": "clip_vision",
     "decoder": "decoder",
     "flux": "flux",
+    "flux2": "flux2",
     "t5": "t5",
     "wan": "wan",
     "wan-vae": "wan_vae",

@@ -13,12 +13,14 @@ from shardzoo.convert.families.fields import malformed
 from shardzoo.convert.rules import Rule
 from shardzoo.convert.source import TensorInfo
 from shardzoo.errors import InputError, fail_if
-from shardzoo.zoo.clip_vision import PRESETS, Activation, Config
+from shardzoo.zoo.clip import Activation
+from shardzoo.zoo.clip_vision import PRESETS, Config
 
 _HEADS = "(heads head_dim)"
 
 
-def _pair(target: str, source: str, weight: str, bias: str, at: Mapping[str, int] | None = None) -> list[Rule]:
+def pair(target: str, source: str, weight: str, bias: str, at: Mapping[str, int] | None = None) -> list[Rule]:
+    """The rules of a layer's weight and bias, given the dims of both."""
     return [
         Rule(target=f"{target}.{kind}", source=f"{source}.{kind}", dims=dims, at=at or {})
         for kind, dims in (("weight", weight), ("bias", bias))
@@ -33,17 +35,37 @@ def _rules(
         Rule(target="patches.first", source=first[0], dims=first[1]),
         Rule(target="patches.positions", source=positions[0], dims=positions[1]),
         Rule(target="patches.weight", source=names["patches"], dims="embed channels height width"),
-        *_pair("patches.norm", names["patches.norm"], "embed", "embed"),
-        *_pair("norm", names["norm"], "embed", "embed"),
-        *_pair("blocks.attn_norm", block + names["attn_norm"], "embed", "embed"),
-        *_pair("blocks.mlp_norm", block + names["mlp_norm"], "embed", "embed"),
-        *_pair("blocks.attn.out", block + names["out"], f"embed {_HEADS}", "embed"),
-        *_pair("blocks.mlp.up", block + names["up"], "mlp embed", "mlp"),
-        *_pair("blocks.mlp.down", block + names["down"], "embed mlp", "embed"),
+        *pair("patches.norm", names["patches.norm"], "embed", "embed"),
+        *pair("norm", names["norm"], "embed", "embed"),
+        *_block(block, names),
     )
 
 
+def _block(block: str, names: Mapping[str, str]) -> list[Rule]:
+    """The rules of a block but for q, k and v."""
+    return [
+        *pair("blocks.attn_norm", block + names["attn_norm"], "embed", "embed"),
+        *pair("blocks.mlp_norm", block + names["mlp_norm"], "embed", "embed"),
+        *pair("blocks.attn.out", block + names["out"], f"embed {_HEADS}", "embed"),
+        *pair("blocks.mlp.up", block + names["up"], "mlp embed", "mlp"),
+        *pair("blocks.mlp.down", block + names["down"], "embed mlp", "embed"),
+    ]
+
+
 _BLOCK = "{body}encoder.layers.{layer}."
+_IN_BLOCK = {
+    "attn_norm": "layer_norm1",
+    "mlp_norm": "layer_norm2",
+    "out": "self_attn.out_proj",
+    "up": "mlp.fc1",
+    "down": "mlp.fc2",
+}
+_QKV = tuple(
+    rule
+    for i, name in enumerate("qkv")
+    for rule in pair("blocks.attn.qkv", f"{_BLOCK}self_attn.{name}_proj", f"{_HEADS} embed", _HEADS, {"block": i})
+)
+BLOCK_RULES = (*_block(_BLOCK, _IN_BLOCK), *_QKV)  # of transformers, which names both encoders' blocks alike
 RULES = (
     *_rules(
         ("{body}embeddings.class_embedding", "embed"),
@@ -53,18 +75,10 @@ RULES = (
             "patches": "{body}embeddings.patch_embedding.weight",
             "patches.norm": "{body}pre_layrnorm",
             "norm": "{body}post_layernorm",
-            "attn_norm": "layer_norm1",
-            "mlp_norm": "layer_norm2",
-            "out": "self_attn.out_proj",
-            "up": "mlp.fc1",
-            "down": "mlp.fc2",
+            **_IN_BLOCK,
         },
     ),
-    *(
-        rule
-        for i, name in enumerate("qkv")
-        for rule in _pair("blocks.attn.qkv", f"{_BLOCK}self_attn.{name}_proj", f"{_HEADS} embed", _HEADS, {"block": i})
-    ),
+    *_QKV,
 )
 _ORIGINAL_BLOCK = "visual.transformer.{layer}."
 _ORIGINAL = (
@@ -83,9 +97,7 @@ _ORIGINAL = (
             "down": "mlp.2",
         },
     ),
-    *_pair(
-        "blocks.attn.qkv", f"{_ORIGINAL_BLOCK}attn.to_qkv", "(block heads head_dim) embed", "(block heads head_dim)"
-    ),
+    *pair("blocks.attn.qkv", f"{_ORIGINAL_BLOCK}attn.to_qkv", "(block heads head_dim) embed", "(block heads head_dim)"),
 )
 _OTHER = {
     "text_model.": "text_encoder",
