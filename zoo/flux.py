@@ -19,11 +19,11 @@ from jaxtyping import Array, Float, Num, jaxtyped
 
 from shardzoo.errors import InputError, fail_if
 from shardzoo.zoo import layout
-from shardzoo.zoo.attention import attention
 from shardzoo.zoo.families import Family, TraceSizes, register
-from shardzoo.zoo.flux_model import Config, Flux, modulated
-from shardzoo.zoo.joint_streams import Shares, everywhere, joint_attention, positions_rotary
-from shardzoo.zoo.layers import Residual, SplitInputLinear, gather_residual, pad
+from shardzoo.zoo.flux_blocks import Rows, Run, run_blocks, streams_dtype
+from shardzoo.zoo.flux_model import Config, Flux
+from shardzoo.zoo.joint_streams import Shares, positions_rotary
+from shardzoo.zoo.layers import Residual, SplitInputLinear, pad
 from shardzoo.zoo.mesh import DATA, TP
 
 Host = Array | np.ndarray
@@ -38,15 +38,6 @@ def declare(config: Config, dtype: Any = np.float32) -> Flux:
 def image_ids(height: int, width: int) -> Float[np.ndarray, "seq 3"]:
     """Positions of an image's tokens: 0, row, column; rows one after another."""
     return np.stack([np.zeros((height, width)), *np.mgrid[:height, :width]], axis=-1).reshape(-1, 3)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Run:
-    """How `forward` runs; the options are explained there."""
-
-    residual: Residual = "whole"
-    remat: bool = False
-    dtype: Any = None
 
 
 @runtime_checkable
@@ -159,50 +150,22 @@ def _forward(
     guidance: Num[Array, " batch"] | None = None,
 ) -> Float[Array, "batch seq out_channels"]:
     """One device's rows of the result."""
-    dtype = model.double.image.up.weight.dtype if run.dtype is None else run.dtype
+    dtype = streams_dtype(model, run)
     ends = ("image", "text", "conditions", "head")
     whole = {name: layout.gather_at_rest(getattr(model, name), getattr(declared, name)) for name in ends}
     model = dataclasses.replace(model, **whole)
     shares = Shares(text=text.shape[1], image=image.shape[1], residual=run.residual)
-    turns, valid = shares.turns(*tables), shares.valid()
     condition = jax.nn.silu(model.conditions(timesteps, guidance, pooled.astype(dtype)))
-    double_rows, single_rows, head_rows = modulations(model, declared, condition)
+    rows, head_rows = modulations(model, declared, condition)
     streams = model.text(shares.take(text.astype(dtype))), model.image(shares.take(image.astype(dtype)))
-
-    def double(streams, inputs):
-        block, rows = inputs
-        block = layout.gather_at_rest(block, declared.double)
-        halves, rows = (block.text, block.image), (list(rows[0]), list(rows[1]))
-        parts = [
-            half.project(x, row, turn, run.residual)
-            for half, x, row, turn in zip(halves, streams, rows, turns, strict=True)
-        ]
-        attended = joint_attention((parts[0][0], parts[1][0]), (parts[0][1], parts[1][1]), valid)
-        return tuple(
-            half.finish(x, o, row, run.residual)
-            for half, x, o, row in zip(halves, streams, attended, rows, strict=True)
-        ), None
-
-    turn = tuple(shares.joined(*pair) for pair in zip(*turns, strict=True))
-    mask = None if valid is None else everywhere(shares.joined(*valid), image)
-
-    def single(x, inputs):
-        block, rows = inputs
-        block = layout.gather_at_rest(block, declared.single)
-        shift, scale, gate = rows
-        normed = gather_residual(modulated(x, block.norm, shift, scale), run.residual)
-        attended = attention(*block.attn(normed, turn), key_mask=mask)
-        return block.finish(x, normed, attended, gate, run.residual), None
-
-    if run.remat:
-        double, single = (jax.checkpoint(body, prevent_cse=False) for body in (double, single))
-    streams, _ = lax.scan(double, streams, (model.double, double_rows))
-    size = streams[0].shape[1]
-    x, _ = lax.scan(single, jnp.concatenate(streams, axis=1), (model.single, single_rows))
-    return shares.whole(model.head(x[:, size:], list(head_rows)), image.shape[1])
+    turns = shares.turns(*tables)
+    x = run_blocks(model, declared, streams, rows, turns, shares, shared=False, remat=run.remat)
+    return shares.whole(model.head(x, head_rows), image.shape[1])
 
 
-def modulations(model: Flux, declared: Flux, condition: Float[Array, "batch one embed"]) -> tuple[Any, Any, Any]:
+def modulations(
+    model: Flux, declared: Flux, condition: Float[Array, "batch one embed"]
+) -> tuple[tuple[tuple[Rows, Rows], Rows], Rows]:
     """The rows of every block's modulation, [row][layer, batch, 1, embed], and those of the head, under one all-reduce.
 
     Of blocks of two streams a pair, the text's and the image's.
@@ -227,10 +190,10 @@ def modulations(model: Flux, declared: Flux, condition: Float[Array, "batch one 
         for total, bias in zip(sums[:-1], layout.gather_at_rest(*biases), strict=True)
     ]
     head = sums[-1] + model.head.modulation.bias.astype(condition.dtype)
-    return (rows[0], rows[1]), rows[2], tuple(head[:, :, row] for row in range(head.shape[2]))
+    return ((rows[0], rows[1]), rows[2]), tuple(head[:, :, row] for row in range(head.shape[2]))
 
 
-def _rows(x: Float[Array, "layer batch one row embed"]) -> tuple[Float[Array, "layer batch one embed"], ...]:
+def _rows(x: Float[Array, "layer batch one row embed"]) -> Rows:
     return tuple(x[:, :, :, row] for row in range(x.shape[3]))
 
 
