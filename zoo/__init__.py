@@ -11,7 +11,19 @@ from shardzoo.zoo.families import family_names, find_family, find_preset
 from shardzoo.zoo.mesh import Degrees, make_mesh
 
 if TYPE_CHECKING:
-    from shardzoo.zoo import clip_text, clip_vision, decoder, flux, flux2, sampling, t5, wan, wan_pipeline, wan_vae
+    from shardzoo.zoo import (
+        clip_text,
+        clip_vision,
+        decoder,
+        flux,
+        flux2,
+        image_vae,
+        sampling,
+        t5,
+        wan,
+        wan_pipeline,
+        wan_vae,
+    )
 
 __all__ = [
     "Degrees",
@@ -23,6 +35,7 @@ __all__ = [
     "find_preset",
     "flux",
     "flux2",
+    "image_vae",
     "make_mesh",
     "sampling",
     "t5",

@@ -7,24 +7,56 @@ divide come after all others also when a frame is read as a sequence (`kv_length
 
 Layers take `height`, the frame's true number of rows on all devices together. Rows of the split beyond it are padding:
 they may hold anything, are read as zeros (the border of the true frame), and never change a row before them.
-Everything here runs inside a `shard_map` with `check_vma=True`; annotated shapes are one device's.
+Everything here but `on_mesh`, which makes it, runs inside a `shard_map` with `check_vma=True`; annotated shapes are one
+device's.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Float
 
-from shardzoo.zoo.layers import Leaf, contract
+from shardzoo.kernels.flash_attention import flash_attention
+from shardzoo.kernels.flash_attention.options import varying_over
+from shardzoo.zoo import layout
+from shardzoo.zoo.layers import ColumnLinear, Leaf, contract
 from shardzoo.zoo.layout import Param
-from shardzoo.zoo.mesh import CONTEXT, TP, traced_platform
+from shardzoo.zoo.mesh import CONTEXT, DATA, TP, traced_platform
 
 SPLIT = (CONTEXT, *TP)
 ROWS = -3  # the height of (..., height, width, channels)
 Border = tuple[int, int]  # pixels before and after
+
+
+def on_mesh(
+    declared: Any, mesh: Mesh | AbstractMesh, call: Callable[..., Any], in_specs: tuple, out_specs: Any
+) -> Callable[..., Any]:
+    """`call(model, *arrays)` on each device, every weight made to vary like the activations.
+
+    That is done once, outside of any scan: its transpose adds the weights' gradients up over the devices, once.
+    """
+
+    def body(model: Any, *arrays: Any) -> Any:
+        whole = layout.gather_at_rest(model, declared)
+        return call(varying_over(whole, frozenset({DATA, *SPLIT})), *arrays)
+
+    return jax.shard_map(
+        body, mesh=mesh, in_specs=(layout.specs(declared), *in_specs), out_specs=out_specs, check_vma=True
+    )
+
+
+def pad_to_mesh(x: Array, mesh: Mesh | AbstractMesh, rows: int, multiple: int = 1) -> Array:
+    """x with zeros added until its batch, dim 0, and its rows, dim `rows`, can be split; see `padded_height`."""
+    height, extra = x.shape[rows], [(0, 0)] * x.ndim
+    extra[0] = (0, -x.shape[0] % mesh.shape[DATA])
+    extra[rows] = (0, padded_height(height, mesh.size // mesh.shape[DATA], multiple) - height)
+    return jnp.pad(x, extra) if any(after for _, after in extra) else x
 
 
 def padded_height(height: int, ways: int, multiple: int = 1) -> int:
@@ -225,6 +257,74 @@ class ChannelNorm(eqx.Module):
         square = jnp.sum(jnp.square(wide), axis=-1, keepdims=True)
         unit = wide * lax.rsqrt(jnp.maximum(square, 1e-24))
         return unit.astype(x.dtype) * (x.shape[-1] ** 0.5 * self.weight).astype(x.dtype)
+
+
+class GroupNorm(eqx.Module):
+    """(x - mean) / std * weight + bias, mean and std over an image and the channels of a group; float32 inside.
+
+    Rows beyond `height` do not count. Collectives on several devices: one all-gather of two numbers a group.
+    """
+
+    weight: Float[Leaf, " channels"]
+    bias: Float[Leaf, " channels"]
+    groups: int = eqx.field(static=True)
+    eps: float = eqx.field(static=True, default=1e-6)
+
+    @classmethod
+    def declare(cls, channels: int, groups: int) -> "GroupNorm":
+        return cls(weight=Param("channels", (channels,)), bias=Param("channels", (channels,)), groups=groups)
+
+    def __call__(
+        self, x: Float[Array, "batch rows width channels"], height: int
+    ) -> Float[Array, "batch rows width channels"]:
+        wide = x.astype(jnp.promote_types(jnp.float32, x.dtype))
+        mean, variance = self.moments(wide, height)
+        scale = self.spread(lax.rsqrt(variance + self.eps)) * self.weight.astype(wide.dtype)
+        shift = self.bias.astype(wide.dtype) - self.spread(mean) * scale
+        return (wide * scale + shift).astype(x.dtype)
+
+    def spread(self, of_groups: Float[Array, "batch groups"]) -> Float[Array, "batch one one channels"]:
+        """What each group has, for each of its channels."""
+        return jnp.repeat(of_groups, self.weight.shape[0] // self.groups, axis=1)[:, None, None]
+
+    def total(self, x: Float[Array, "batch rows width channels"]) -> Float[Array, "batch groups"]:
+        """The sum over this device's rows and the channels of each group."""
+        return x.sum((1, 2)).reshape(len(x), self.groups, -1).sum(-1)
+
+    def moments(
+        self, x: Float[Array, "batch rows width channels"], height: int
+    ) -> tuple[Float[Array, "batch groups"], Float[Array, "batch groups"]]:
+        """Mean and variance of each group over all devices.
+
+        Each device takes the squares about its own mean, and those of the means about the whole mean are added: no
+        two large numbers are subtracted.
+        """
+        ways, rows = lax.axis_size(SPLIT), x.shape[1]
+        counts = np.clip(height - rows * np.arange(ways), 0, rows) * (x.shape[2] * x.shape[3] // self.groups)
+        own = 1 / jnp.maximum(jnp.asarray(counts, x.dtype), 1)[lax.axis_index(SPLIT)]
+        mean = self.total(clear_padding(x, height)) * own
+        square = self.total(clear_padding(jnp.square(x - self.spread(mean)), height))
+        parts = lax.all_gather(jnp.stack([mean, square]), SPLIT) if ways > 1 else jnp.stack([mean, square])[None]
+        share = jnp.asarray(counts / counts.sum(), x.dtype)[:, None, None]
+        mean = (parts[:, 0] * share).sum(0)
+        variance = (parts[:, 1] / counts.sum() + jnp.square(parts[:, 0] - mean) * share).sum(0)
+        return mean, variance
+
+
+def attend_pixels(
+    x: Float[Array, "batch rows width channels"], qkv: ColumnLinear, height: int
+) -> Float[Array, "batch rows width channels"]:
+    """Attention of all pixels of an image to each other, one head of all channels; before the output's projection.
+
+    Queries stay with their rows; the image is gathered and keys and values are computed from all of it on every device:
+    half the bytes of gathered keys and values. Collectives on several devices: one all-gather.
+    """
+    batch, rows, width, channels = x.shape
+    mine = x.reshape(batch, rows * width, channels)
+    q = ColumnLinear(qkv.weight[:1], qkv.bias[:1])(mine)
+    kv = ColumnLinear(qkv.weight[1:], qkv.bias[1:])(lax.all_gather(mine, SPLIT, axis=1, tiled=True))
+    lengths = None if kv.shape[1] == height * width else jnp.full(batch, height * width, jnp.int32)
+    return flash_attention(q, kv[:, :, :1], kv[:, :, 1:], kv_lengths=lengths).reshape(x.shape)
 
 
 def silu_norm(norm: ChannelNorm, x: Float[Array, "*lead channels"]) -> Float[Array, "*lead channels"]:

@@ -66,6 +66,7 @@ MODULES = {
     "decoder": "decoder",
     "flux": "flux",
     "flux2": "flux2",
+    "image-vae": "image_vae",
     "t5": "t5",
     "wan": "wan",
     "wan-vae": "wan_vae",

@@ -19,7 +19,6 @@ steps: the first, and the body of the scan.
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -33,9 +32,8 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Float, jaxtyped
 
 from shardzoo.errors import fail_if
-from shardzoo.kernels.flash_attention.options import varying_over
 from shardzoo.zoo import layout
-from shardzoo.zoo.conv import SPLIT, Pointwise, padded_height
+from shardzoo.zoo.conv import SPLIT, Pointwise, on_mesh, pad_to_mesh
 from shardzoo.zoo.families import Family, TraceSizes, register
 from shardzoo.zoo.mesh import DATA
 from shardzoo.zoo.wan_vae_config import PRESETS, Config
@@ -205,31 +203,10 @@ VIDEO = P(DATA, None, None, SPLIT)
 CACHE = P(DATA, None, SPLIT)
 
 
-def _on_mesh(declared: Autoencoder, mesh: Mesh | AbstractMesh, call: Callable, in_specs: tuple, out_specs: Any):
-    """`call(model, *arrays)` on each device, every weight made to vary like the activations.
-
-    That is done once, outside of any scan: its transpose adds the weights' gradients up over the devices, once.
-    """
-
-    def body(model: Autoencoder, *arrays: Any) -> Any:
-        whole = layout.gather_at_rest(model, declared)
-        return call(varying_over(whole, frozenset({DATA, *SPLIT})), *arrays)
-
-    return jax.shard_map(
-        body, mesh=mesh, in_specs=(layout.specs(declared), *in_specs), out_specs=out_specs, check_vma=True
-    )
-
-
 def _prepared(way: Direction, declared: Autoencoder, mesh: Mesh | AbstractMesh, video: Video) -> Array:
     """The video in the dtype to compute in, with zeros added until batch and rows can be split."""
     dtype = declared.quant.weight.dtype if way.dtype is None else way.dtype
-    ways = math.prod(mesh.shape[axis] for axis in SPLIT)
-    batch, height = video.shape[0], video.shape[HEIGHT]
-    extra = [(0, 0)] * video.ndim
-    extra[0] = (0, -batch % mesh.shape[DATA])
-    extra[HEIGHT] = (0, padded_height(height, ways, way.multiple) - height)
-    video = jnp.asarray(video, dtype)
-    return jnp.pad(video, extra) if any(after for _, after in extra) else video
+    return pad_to_mesh(jnp.asarray(video, dtype), mesh, HEIGHT, way.multiple)
 
 
 def _cut(way: Direction, out: Array, like: Video) -> Array:
@@ -299,7 +276,7 @@ def _whole(way: Direction, declared: Autoencoder, mesh: Mesh | AbstractMesh) -> 
     def f(model: Autoencoder, video: Video) -> Array:
         _check(way, declared.config, video)
         height = video.shape[HEIGHT]
-        shard = _on_mesh(declared, mesh, lambda model, x: over_time(way, model, x, height), (VIDEO,), VIDEO)
+        shard = on_mesh(declared, mesh, lambda model, x: over_time(way, model, x, height), (VIDEO,), VIDEO)
         return _cut(way, shard(model, _prepared(way, declared, mesh, video)), video)
 
     return f
@@ -315,7 +292,7 @@ def _stream(way: Direction, declared: Autoencoder, mesh: Mesh | AbstractMesh, fi
         def call(model: Autoencoder, x: Array, *state: Cache) -> tuple[Array, Cache]:
             return way.step(model, x, height, *(state or (None,)))
 
-        shard = _on_mesh(declared, mesh, call, (VIDEO, *(CACHE for _ in state)), (VIDEO, CACHE))
+        shard = on_mesh(declared, mesh, call, (VIDEO, *(CACHE for _ in state)), (VIDEO, CACHE))
         out, after = shard(model, _prepared(way, declared, mesh, video), *state)
         return finish(_cut(way, out, video)), after
 

@@ -9,16 +9,14 @@ from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float
 
-from shardzoo.kernels.flash_attention import flash_attention
 from shardzoo.zoo.conv import (
-    SPLIT,
     CausalConv3d,
     ChannelNorm,
     Conv2d,
     Pointwise,
+    attend_pixels,
     convolve_in_time,
     each_frame,
     nearest_twice,
@@ -60,11 +58,7 @@ class ResidualBlock(eqx.Module):
 
 
 class FrameAttention(eqx.Module):
-    """x + attention of all pixels of a frame to each other, one head of all channels.
-
-    Queries stay with their rows; the normed frame is gathered and keys and values are computed from all of it on every
-    device: half the bytes of gathered keys and values. Collectives on several devices: one all-gather.
-    """
+    """x + attention of all pixels of a frame to each other. Collectives on several devices: one all-gather."""
 
     norm: ChannelNorm
     qkv: ColumnLinear
@@ -82,13 +76,8 @@ class FrameAttention(eqx.Module):
     def __call__(
         self, x: Float[Array, "batch frames height width channels"], height: int
     ) -> Float[Array, "batch frames height width channels"]:
-        batch, frames, rows, width, channels = x.shape
-        mine = self.norm(x).reshape(batch * frames, rows * width, channels)
-        q = ColumnLinear(self.qkv.weight[:1], self.qkv.bias[:1])(mine)
-        kv = ColumnLinear(self.qkv.weight[1:], self.qkv.bias[1:])(lax.all_gather(mine, SPLIT, axis=1, tiled=True))
-        lengths = None if kv.shape[1] == height * width else jnp.full(len(kv), height * width, jnp.int32)
-        y = flash_attention(q, kv[:, :, :1], kv[:, :, 1:], kv_lengths=lengths)
-        return x + self.out(y.reshape(x.shape))
+        y = each_frame(self.norm(x), lambda frame: attend_pixels(frame, self.qkv, height))
+        return x + self.out(y)
 
 
 class Middle(eqx.Module):
