@@ -107,8 +107,11 @@ FAMILIES = {
     "wan": _known("wan", "WanTransformer3DModel", "WanModel", "t2v", "i2v", "flf2v", "ti2v"),
     "flux": _known("flux", "FluxTransformer2DModel"),
     "flux2": _known("flux2", "Flux2Transformer2DModel"),
+    "qwen-image": _known("qwen_image", "QwenImageTransformer2DModel"),
+    "qwen2.5-vl-vision": _known("qwen_vision", "qwen2_5_vl_vision"),
     "t5": _known("t5", "umt5", "t5", "mt5"),
     "wan-vae": _known("wan_vae", "AutoencoderKLWan", "AutoencoderKLQwenImage"),
+    "image-vae": _known("image_vae", "AutoencoderKL", "AutoencoderKLFlux2"),
     "clip-text": _known("clip_text", "CLIPTextModel", "CLIPTextModelWithProjection", "clip_text_model"),
     "clip-vision": _known("clip_vision", "clip_vision_model", "clip"),
 }

@@ -44,27 +44,44 @@ def build(name, seed=0):
     sizes, config = CASES[name]
     torch.manual_seed(seed)
     model = transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**sizes)).eval()
+    return harsh(model), config
+
+
+def harsh(model):
+    """The model with weights none of which is at a trivial value."""
     with torch.no_grad():
         for path, weight in model.named_parameters():
             draw = torch.randn_like(weight)
             norm = "norm" in path or "layrnorm" in path
             scale = 0.5 if weight.ndim == 1 or "position" in path else weight[0].numel() ** -0.5
             weight.copy_(1 + 0.5 * draw if norm and path.endswith("weight") else scale * draw)
-    return model, config
+    return model
 
 
 def values(named, config):
     """Our paths -> arrays, from torch names -> arrays (weights, or their gradients)."""
-    c, heads = config, (config.heads, config.embed // config.heads)
+    found = {
+        "patches.weight": named["embeddings.patch_embedding.weight"],
+        "patches.first": named["embeddings.class_embedding"],
+        "patches.positions": named["embeddings.position_embedding.weight"],
+    }
+    for kind in ("weight", "bias"):
+        found |= {
+            f"patches.norm.{kind}": named[f"pre_layrnorm.{kind}"],
+            f"norm.{kind}": named[f"post_layernorm.{kind}"],
+        }
+    return found | blocks(named, config)
+
+
+def blocks(named, c):
+    """Those of the blocks, which both encoders of a CLIP name alike."""
+    heads = (c.heads, c.embed // c.heads)
     shapes = {"weight": (*heads, c.embed), "bias": heads}
 
     def each(name, *shape):
         return np.stack([named[f"encoder.layers.{i}.{name}"].reshape(shape or (-1,)) for i in range(c.layers)])
 
     found = {
-        "patches.weight": named["embeddings.patch_embedding.weight"],
-        "patches.first": named["embeddings.class_embedding"],
-        "patches.positions": named["embeddings.position_embedding.weight"],
         "blocks.attn.out.weight": each("self_attn.out_proj.weight", c.embed, *heads),
         "blocks.attn.out.bias": each("self_attn.out_proj.bias"),
         "blocks.mlp.up.weight": each("mlp.fc1.weight", c.mlp, c.embed),
@@ -75,8 +92,6 @@ def values(named, config):
     for kind, shape in shapes.items():
         qkv = [each(f"self_attn.{n}_proj.{kind}", *shape) for n in "qkv"]
         found |= {
-            f"patches.norm.{kind}": named[f"pre_layrnorm.{kind}"],
-            f"norm.{kind}": named[f"post_layernorm.{kind}"],
             f"blocks.attn_norm.{kind}": each(f"layer_norm1.{kind}"),
             f"blocks.mlp_norm.{kind}": each(f"layer_norm2.{kind}"),
             f"blocks.attn.qkv.{kind}": np.stack(qkv, axis=1),
