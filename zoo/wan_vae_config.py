@@ -158,3 +158,4 @@ PRESETS = {
         latent_std=STD_22,
     ),
 }  # fmt: skip
+PRESETS["qwen-image-vae"] = PRESETS["wan2.1-vae"]  # the same sizes and statistics, other weights; one frame

@@ -204,8 +204,9 @@ def _problems(source: Mapping[str, Any], given: Mapping[str, Any], statistics: b
     if _given(source, "act_fn", "silu") not in ("silu", "swish"):
         yield f"act_fn={source['act_fn']!r} is not supported: only 'silu' is"
     for name, kind in (("down_block_types", "DownEncoderBlock2D"), ("up_block_types", "UpDecoderBlock2D")):
-        if set(_given(source, name, [kind])) != {kind}:
-            yield f"{name}={source[name]!r} is not supported: only {kind!r} is"
+        kinds = _given(source, name, [kind])
+        if not (isinstance(kinds, list | tuple) and all(one == kind for one in kinds)):
+            yield f"{name}={kinds!r} is not supported: only {kind!r} is"
     for name in ("latents_mean", "latents_std"):
         if source.get(name) is not None:
             yield f"{name} is not supported: only scaling_factor and shift_factor are"

@@ -111,7 +111,7 @@ def test_a_folder_of_diffusers_there_and_back(tmp_path, name):
     report = convert(tmp_path / "source", tmp_path / "ckpt", sync=False)
     assert [*report.carried] == ([COUNTER] if config.statistics else [])
     assert_values(tmp_path / "ckpt", model, config)
-    assert verify(tmp_path / "ckpt", tmp_path / "source").ok
+    assert verify(tmp_path / "ckpt", tmp_path / "source").equal
     export(tmp_path / "ckpt", tmp_path / "out")
     assert files(tmp_path / "out") == files(tmp_path / "source")
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from diffusers import AutoencoderKLWan
+from diffusers import AutoencoderKLQwenImage, AutoencoderKLWan
 from hollow import write_hollow
 from tiny_models import bits, files
 from torch_wan_vae import CASES, WAN21, WAN22, arrays, build, values
@@ -91,6 +91,22 @@ def test_published_lists_match_one_to_one(tmp_path, preset, source):
     assert sorted(pieces) == sorted(keys) and not plan.carried and not plan.skipped
 
 
+@pytest.mark.parametrize("source", ["diffusers", "diffusers without config", "original"])
+def test_qwen_images_list_matches_one_to_one(tmp_path, source):
+    """Of its folder, which names another class, and of ComfyUI's single file, which has the authors' names."""
+    with torch.device("meta"):
+        model = AutoencoderKLQwenImage()
+    keys = {key: tuple(value.shape) for key, value in model.state_dict().items()}
+    assert (len(keys), sum(map(math.prod, keys.values()))) == PUBLISHED["wan2.1-vae"]
+    keys = authors(keys, flat=True) if source == "original" else keys
+    fields = {"_class_name": "AutoencoderKLQwenImage", **model.config} if source == "diffusers" else None
+    plan = plan_conversion(write_hollow(tmp_path, keys, fields))
+    assert (plan.family, plan.layout) == ("wan-vae", source.split()[0])
+    assert plan.config == wan_vae.PRESETS["qwen-image-vae"]
+    pieces = [piece.source for leaf in plan.leaves.values() for piece in leaf.pieces]
+    assert sorted(pieces) == sorted(keys) and not plan.carried and not plan.skipped
+
+
 def test_the_authors_names_are_those_of_their_files():
     """A few of each kind, as the files have them."""
     one = authors(published_keys("wan2.1-vae"), flat=True)
@@ -114,7 +130,7 @@ def assert_values(checkpoint, model, config):
         np.testing.assert_array_equal(np.asarray(got[path]), value, err_msg=path)
 
 
-QUICK = ("2.1", "2.2, no patches")
+QUICK = ("2.1", "qwen-image", "2.2, no patches")
 
 
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
@@ -140,7 +156,7 @@ def assert_same(got, want):
 
 @pytest.mark.parametrize(
     "name, kind",
-    [("2.1, narrow", "pth"), ("2.2", "pth")]
+    [("2.1, narrow", "pth"), ("2.2", "pth"), ("qwen-image", "safetensors")]
     + [pytest.param("2.1", kind, marks=pytest.mark.slow) for kind in ("pth", "safetensors")],
 )
 def test_a_file_of_the_authors_there_and_back(tmp_path, name, kind):

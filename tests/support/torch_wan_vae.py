@@ -26,6 +26,7 @@ CASES = {
     "2.1": (AutoencoderKLWan, WAN21),
     "2.2": (AutoencoderKLWan, WAN22),
     "qwen-image": (AutoencoderKLQwenImage, WAN21),
+    "qwen-image, four channels": (AutoencoderKLQwenImage, {**WAN21, "input_channels": 4}),
     "2.1, narrow": (
         AutoencoderKLWan,
         {**WAN21, "base_dim": 6, "decoder_base_dim": 10, "num_res_blocks": 1, "dim_mult": [2, 3, 3]}

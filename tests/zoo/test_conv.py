@@ -17,10 +17,14 @@ from shardzoo.zoo.conv import (
     CausalConv3d,
     ChannelNorm,
     Conv2d,
+    GroupNorm,
     Pointwise,
+    attend_pixels,
     nearest_twice,
     padded_height,
 )
+from shardzoo.zoo.layers import ColumnLinear
+from shardzoo.zoo.layout import Param
 from shardzoo.zoo.mesh import make_mesh
 
 slow = pytest.mark.slow
@@ -171,6 +175,41 @@ def test_pointwise():
         return functional.conv2d(a, w["weight"][..., None, None], w["bias"])
 
     assert_close(got, expected(layer, x, call))
+
+
+@pytest.mark.parametrize("degrees", MESHES, ids=str)
+@pytest.mark.parametrize("height, offset", [(7, 0.0), (2, 40.0)])
+def test_group_norm(degrees, height, offset):
+    """Over all devices' rows and no others; numbers far from zero lose nothing."""
+    layer, x = GroupNorm.declare(6, 3), normal(2, height, 5, 6) * 3 + np.float32(offset)
+    got = output_and_gradients(layer, x, lambda m, a, h: m(a, h), height, make_mesh(**degrees))
+    assert_close(got, expected(layer, x, lambda w, a: functional.group_norm(a, 3, w["weight"], w["bias"], eps=1e-6)))
+
+
+def test_group_norm_is_wide_inside():
+    norm = GroupNorm(jnp.ones(4), jnp.zeros(4), groups=2)
+    x = jnp.asarray(300 + normal(1, 8, 8, 4), jnp.bfloat16)
+    run = jax.shard_map(lambda a: norm(a, 8), mesh=make_mesh(), in_specs=P(), out_specs=P())
+    want = functional.group_norm(torch.tensor(first(np.asarray(x, np.float32))), 2, eps=1e-6)
+    assert run(x).dtype == jnp.bfloat16
+    np.testing.assert_allclose(first(np.asarray(run(x), np.float32)), want, atol=0.02)
+
+
+@pytest.mark.parametrize("degrees", MESHES, ids=str)
+def test_attention_of_pixels(degrees):
+    weights = Param("block out channels", (3, 6, 6)), Param("block out", (3, 6))
+    layer, x = ColumnLinear(*weights), normal(2, 7, 5, 6)
+    got = output_and_gradients(layer, x, lambda m, a, h: attend_pixels(a, m, h), 7, make_mesh(**degrees))
+
+    def call(w, a):
+        pixels = a.flatten(2).transpose(1, 2)
+        q, k, v = (pixels @ w["weight"][i].T + w["bias"][i] for i in range(3))
+        return functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(a.shape)
+
+    want = expected(layer, x, call)
+    for grads in (got[1], want[1]):
+        grads["bias"] = grads["bias"][::2]  # a bias of all keys changes no softmax: its gradient is rounding noise
+    assert_close(got, want)
 
 
 def test_channel_norm_is_of_length_one_and_not_of_an_epsilon():
