@@ -67,22 +67,27 @@ def make_source(folder: Path, gib: float) -> None:
         "max_position_embeddings": 2048,
     }
     (folder / "config.json").write_text(json.dumps(config))
+    # Values as weights have them: half of the bits are noise, the rest compress, which the Orbax side pays for.
+    write_shards(folder, shapes(layers), "model")
+
+
+def write_shards(folder: Path, tensors: dict[str, tuple[int, ...]], stem: str) -> None:
+    """Tensors of bfloat16 noise in safetensors files of at most 1 GiB, with their index."""
     shards: list[dict[str, tuple[int, ...]]] = [{}]
-    for key, shape in shapes(layers).items():
+    for key, shape in tensors.items():
         if sum(map(nbytes, shards[-1].values())) + nbytes(shape) > SHARD:
             shards.append({})
         shards[-1][key] = shape
-    # Values as weights have them: half of the bits are noise, the rest compress, which the Orbax side pays for.
-    normal = np.random.default_rng(0).standard_normal(72 << 20, np.float32)
+    largest = max(int(np.prod(shape)) for shape in tensors.values())
+    normal = np.random.default_rng(0).standard_normal(largest + (1 << 20), np.float32)
     noise = normal.view(np.uint16)[1::2].copy()
     weight_map = {}
     for i, shard in enumerate(shards):
-        name = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+        name = f"{stem}-{i + 1:05d}-of-{len(shards):05d}.safetensors"
         write_shard(folder / name, shard, noise)
         weight_map |= dict.fromkeys(shard, name)
-    total = sum(map(nbytes, shapes(layers).values()))
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    index = {"metadata": {"total_size": sum(map(nbytes, tensors.values()))}, "weight_map": weight_map}
+    (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index))
 
 
 def write_shard(path: Path, shard: dict[str, tuple[int, ...]], noise: np.ndarray) -> None:

@@ -128,17 +128,17 @@ def restore_once(folder: Path, engine: str, degrees: dict, mib: int) -> dict:
     return {"seconds": took, "cpu": cpu, "read": read, "held": held}
 
 
-def worker(job: dict) -> None:
+def worker(job: dict, calls: dict) -> None:
+    """One process of `launch`."""
     from shardzoo.checkpoints import distributed
 
     if job["processes"] > 1:
         distributed.initialize(job["coordinator"], job["processes"], job["process"], timeout=120)
-    call = {"save": save_all, "restore": restore_once}[job["call"]]
-    print("RESULT " + json.dumps(call(Path(job["folder"]), **job["arguments"])), flush=True)
+    print("RESULT " + json.dumps(calls[job["call"]](Path(job["folder"]), **job["arguments"])), flush=True)
 
 
-def launch(call: str, folder: Path, arguments: dict, processes: int) -> list[dict]:
-    """Runs `call` in the given number of processes that share eight CPU devices; the result of each."""
+def launch(script: str, call: str, folder: Path, arguments: dict, processes: int, devices: int = DEVICES) -> list[dict]:
+    """Runs `call` of a script's workers in so many processes, which share the CPU devices; the result of each."""
     import socket
 
     with socket.socket() as s:
@@ -151,11 +151,11 @@ def launch(call: str, folder: Path, arguments: dict, processes: int) -> list[dic
         "processes": processes,
         "coordinator": coordinator,
     }
-    flags = f"--xla_force_host_platform_device_count={DEVICES // processes}"
+    flags = f"--xla_force_host_platform_device_count={devices // processes}"
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "TF_CPP_MIN_LOG_LEVEL": "3"}
     running = [
         subprocess.Popen(
-            [sys.executable, __file__, "--worker", json.dumps({**job, "process": p})],
+            [sys.executable, script, "--worker", json.dumps({**job, "process": p})],
             env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
         for p in range(processes)
@@ -184,7 +184,8 @@ def measure(folder: Path, degrees: dict, processes: int, args: argparse.Namespac
     for turn in range(args.rounds):
         for engine in args.engines[:: 1 if turn % 2 == 0 else -1]:
             drop_cache(folder)
-            results = launch("restore", folder, {"engine": engine, "degrees": degrees, "mib": args.mib}, processes)
+            wanted = {"engine": engine, "degrees": degrees, "mib": args.mib}
+            results = launch(__file__, "restore", folder, wanted, processes)
             times[engine].append(max(r["seconds"] for r in results))
             cpu[engine].append(sum(r["cpu"] for r in results))
             worst[engine] = max(worst[engine], *(r["read"] / r["held"] for r in results))
@@ -215,7 +216,7 @@ def main() -> None:
     parser.add_argument("--worker")
     args = parser.parse_args()
     if args.worker:
-        worker(json.loads(args.worker))
+        worker(json.loads(args.worker), {"save": save_all, "restore": restore_once})
         return
     root = Path(tempfile.mkdtemp(prefix="restore-benchmark-", dir=args.dir))
     heads = [f"{what} {e}" for what in ("read/held", "seconds", "CPU s") for e in args.engines]
@@ -229,7 +230,7 @@ def main() -> None:
             saved_on, degrees = PAIRS[pair]
             folder = root / f"pair{pair}"
             folder.mkdir()
-            launch("save", folder, {"saved_on": saved_on, "mib": args.mib, "engines": args.engines}, 1)
+            launch(__file__, "save", folder, {"saved_on": saved_on, "mib": args.mib, "engines": args.engines}, 1)
             for processes in args.processes:
                 m = measure(folder, degrees, processes, args)
                 print(f"{name(saved_on):>20} {name(degrees):>28} {processes:9}", *columns(m), flush=True)

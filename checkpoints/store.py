@@ -20,7 +20,7 @@ from shardzoo.checkpoints.orbax_layout import zarr_bytes, zarr_metadata
 from shardzoo.checkpoints.shard_file import write_shard
 from shardzoo.errors import InputError
 
-IN_FLIGHT = 32  # system calls on files read at a time
+IN_FLIGHT = max(8, os.cpu_count() or 1)  # reads of files at a time: with more, processes wait for each other's pages
 WRITERS = 8  # files written at a time: waiting for the device costs no processor
 FULL = (errno.ENOSPC, errno.EDQUOT)  # the disk is full, or this user's share of it
 
