@@ -12,15 +12,15 @@ import math
 from typing import Literal
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
 from shardzoo.zoo.in_place import rows_at
-from shardzoo.zoo.layout import Param
 from shardzoo.zoo.mesh import TP, traced_platform
+from shardzoo.zoo.weights import Adapted, Leaf, Lora, Quantized, Weight
 
-Leaf = Array | Param
 Residual = Literal["whole", "seq"]
 WHOLE_STREAM: Residual = "whole"
 SEQ = 1  # the sequence dim of (batch, seq, ...)
@@ -50,20 +50,43 @@ def own_share(x: Shaped[Array, "batch all_seq ..."], axes: tuple[str, ...]) -> S
     return lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * size, size, axis=SEQ)
 
 
-def contract(x: Float[Array, "batch seq *in"], weight: Float[Array, "*out_in"], inputs: int = 1) -> Float[Array, "..."]:
+def contract(
+    x: Float[Array, "batch seq *in"], weight: Float[Weight, "*out_in"], inputs: int = 1
+) -> Float[Array, "..."]:
     """x . weight over the last `inputs` dims of both, in x's dtype; sums in float32 at least.
 
     The product is one of matrices: XLA for CPUs transposes a weight of more dims at every use. It also has products of
     16-bit floats only with a float32 result: asked for a 16-bit one it widens the operands, a copy of the weight at
     every use (five times slower for a batch of 8).
+
+    A quantized weight is multiplied by as it is stored, and the outputs by its scales: before they are rounded, and
+    before any reduction, so that partial sums of several weights add up and keep the range of the result. What
+    adapters add is split like the product and as partial as it is: it joins whatever reduction follows.
     """
+    if isinstance(weight, Adapted):
+        added = [adapt(x, lora, inputs) for lora in weight.lora.values()]
+        return sum(added, contract(x, weight.base, inputs))
     lead, out = x.shape[: x.ndim - inputs], weight.shape[: weight.ndim - inputs]
     width = math.prod(weight.shape[weight.ndim - inputs :])
     rows = x.reshape(math.prod(lead), width)
-    wide = jnp.float32 if traced_platform() == "cpu" and x.dtype.itemsize == 2 else None
-    matrix = weight.astype(x.dtype).reshape(math.prod(out), width)
+    quantized = isinstance(weight, Quantized)
+    wide = jnp.float32 if x.dtype.itemsize == 2 and (quantized or traced_platform() == "cpu") else None
+    stored = weight.values if isinstance(weight, Quantized) else weight
+    matrix = stored.astype(x.dtype).reshape(math.prod(out), width)
     y = lax.dot_general(rows, matrix, (((1,), (1,)), ((), ())), preferred_element_type=wide)
+    if isinstance(weight, Quantized):
+        y = y * weight.scale.astype(y.dtype).reshape(1, math.prod(out))
     return y.astype(x.dtype).reshape(*lead, *out)
+
+
+def adapt(x: Float[Array, "batch seq *in"], lora: Lora, inputs: int = 1) -> Float[Array, "..."]:
+    """What an adapter adds to x . weight: strength * ratio * B (A x), by the block where it has an A for each."""
+    strength = (lora.ratio * lora.strength)[..., None]
+    h = contract(x, lora.a, inputs)
+    h = (h.astype(strength.dtype) * strength).astype(x.dtype)
+    if lora.a.ndim - inputs == 1:
+        return contract(h, lora.b)
+    return jax.vmap(contract, (x.ndim - inputs, 0), x.ndim - inputs)(h, lora.b)
 
 
 class ColumnLinear(eqx.Module):
@@ -73,7 +96,7 @@ class ColumnLinear(eqx.Module):
     whole pack projections of equal size (q, k and v; gate and up).
     """
 
-    weight: Float[Leaf, "*out in"]
+    weight: Float[Weight, "*out in"]
     bias: Float[Leaf, "*out"] | None = None
 
     def __call__(self, x: Float[Array, "batch seq in"]) -> Float[Array, "batch seq *out"]:
@@ -87,7 +110,7 @@ class RowLinear(eqx.Module):
     `y[B, S, out] = psum_TP(x[B, S, *in_TP] . W[out, *in_TP]) + b[out]`
     """
 
-    weight: Float[Leaf, "out *in"]
+    weight: Float[Weight, "out *in"]
     bias: Float[Leaf, " out"] | None = None
 
     def partial(self, x: Float[Array, "batch seq *in"]) -> Float[Array, "batch seq out"]:
@@ -122,7 +145,7 @@ class SplitInputLinear(eqx.Module):
     seq in place of the psum.
     """
 
-    weight: Float[Leaf, "*out in"]
+    weight: Float[Weight, "*out in"]
     bias: Float[Leaf, "*out"] | None = None
 
     def partial(self, x: Float[Array, "batch seq whole_in"]) -> Float[Array, "batch seq *out"]:
@@ -135,6 +158,9 @@ class SplitInputLinear(eqx.Module):
     ) -> Float[Array, "batch part_seq *out"]:
         y = reduce_residual(self.partial(x), residual)
         return y if self.bias is None else y + self.bias.astype(x.dtype)
+
+
+Linear = ColumnLinear | RowLinear | SplitInputLinear  # the layers whose weights may be quantized and adapted
 
 
 class Embedding(eqx.Module):

@@ -48,6 +48,7 @@ class Param:
         dtype: storage dtype.
         rest: dim -> mesh axis that splits it further while it is not used (`split_at_rest`).
         memory: where it lies while it is not used: the devices' own memory, or that of their host (`keep_on_host`).
+        fixed: whether its dtype is part of what it means, so that no cast changes it (values of a quantized weight).
     """
 
     dims: str
@@ -56,6 +57,7 @@ class Param:
     dtype: np.dtype = FLOAT32
     rest: Mapping[str, str] = dataclasses.field(default_factory=dict)
     memory: Literal["device", "host"] = "device"
+    fixed: bool = False
 
     def __post_init__(self):
         names = self.names
@@ -146,10 +148,11 @@ def _each(declared: Tree, change) -> Tree:
 
 
 def astype(declared: Tree, dtype: Any) -> Tree:
-    """The declaration with `dtype` for every floating-point leaf."""
+    """The declaration with `dtype` for every floating-point leaf, but for values of quantized weights."""
 
     def one(p: Param) -> Param:
-        return dataclasses.replace(p, dtype=np.dtype(dtype)) if jax.numpy.issubdtype(p.dtype, np.floating) else p
+        casts = jax.numpy.issubdtype(p.dtype, np.floating) and not p.fixed
+        return dataclasses.replace(p, dtype=np.dtype(dtype)) if casts else p
 
     return _each(declared, one)
 

@@ -1,0 +1,68 @@
+"""The linear layers of a model by the paths of their weights: which weights may be quantized, and have adapters."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import equinox as eqx
+import jax
+
+from shardzoo.zoo.layers import Linear, RowLinear
+from shardzoo.zoo.layout import LAYER, Param, Tree
+from shardzoo.zoo.weights import Weight, declared_base
+
+BLOCK = "block"  # the dim that packs projections of equal size in one weight
+
+
+def _path(path: Any) -> str:
+    return f"{jax.tree_util.keystr(path, simple=True, separator='.')}.weight"
+
+
+def _is_linear(node: Any) -> bool:
+    return isinstance(node, Linear)
+
+
+def linear_layers(tree: Any) -> dict[str, Linear]:
+    """Path of the weight -> layer, of all linear layers of a model of any filling."""
+    found = jax.tree.leaves_with_path(tree, is_leaf=_is_linear)
+    return {_path(path): node for path, node in found if isinstance(node, Linear)}
+
+
+def with_weights(tree: Tree, weights: Mapping[str, Weight]) -> Tree:
+    """The model with the weights at these paths replaced."""
+
+    def one(path: Any, node: Any) -> Any:
+        new = weights.get(_path(path)) if _is_linear(node) else None
+        return node if new is None else eqx.tree_at(lambda layer: layer.weight, node, new)
+
+    return jax.tree.map_with_path(one, tree, is_leaf=_is_linear)
+
+
+def plain(declared: Tree) -> Tree:
+    """The declaration with every weight as one array again: paths, dims and shapes as conversion rules have them."""
+    layers = linear_layers(declared)
+    return with_weights(declared, {path: _one_array(layer.weight) for path, layer in layers.items()})
+
+
+def _one_array(weight: Weight) -> Param:
+    return dataclasses.replace(declared_base(weight), dtype=weight.dtype, fixed=False)
+
+
+def input_dims(layer: Linear) -> tuple[str, ...]:
+    """Names of those dims of a declared layer's weight that are its inputs."""
+    names = declared_base(layer.weight).names
+    rows = names[1:] if names[0] == LAYER else names
+    return rows[1:] if isinstance(layer, RowLinear) else rows[-1:]
+
+
+def kept(param: Param, dims: tuple[str, ...], **changes: Any) -> Param:
+    """The parameter with these of its dims alone."""
+    sizes = {dim: size for dim, size in zip(param.names, param.shape, strict=True) if dim in dims}
+    return dataclasses.replace(
+        param,
+        dims=" ".join(sizes),
+        shape=tuple(sizes.values()),
+        split={dim: axes for dim, axes in param.split.items() if dim in sizes},
+        rest={dim: axis for dim, axis in param.rest.items() if dim in sizes},
+        **changes,
+    )
