@@ -35,6 +35,7 @@ TIMES = 1000  # timesteps and guidance are multiplied by this
 Rows = tuple[Array, ...]  # of a modulation: shift, scale, gate; twice in a block of two streams
 
 
+@runtime_checkable
 class Sizes(Protocol):
     """What these layers ask of a model's config.
 
