@@ -4,6 +4,7 @@ import dataclasses
 import math
 import re
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -101,7 +102,7 @@ def test_collectives(degrees, want):
 def test_blocks_after_the_hidden_state_are_not_run():
     declared, mesh = clip_text.declare(CONFIG), make_mesh(tensor=2)
     values = harsh(declared)
-    broken = dataclasses.replace(values, norm=jax.tree.map(lambda w: w * np.nan, values.norm))
+    broken = eqx.tree_at(lambda m: m.norm, values, jax.tree.map(lambda w: w * np.nan, values.norm))
     broken.blocks.attn.qkv.weight[2:] = np.nan
     f = jax.jit(clip_text.forward(declared, mesh, hidden_state=-2))
     assert np.isfinite(np.asarray(f(layout.place(declared, mesh, broken), IDS))).all()
@@ -122,7 +123,7 @@ def test_refusals():
         clip_text.forward(declared, make_mesh(tensor=3))
     with pytest.raises(InputError, match="pipe=2"):
         clip_text.forward(declared, make_mesh(pipe=2))
-    for state in (4, -5, "first"):
+    for state in (4, -5):
         with pytest.raises(InputError, match=rf"hidden_state={state} .* use -4 to 3, or 'last' or 'pooled'"):
             clip_text.forward(declared, mesh, hidden_state=state)
     model = layout.place(declared, mesh, harsh(declared))
@@ -135,7 +136,6 @@ def test_refusals():
     [
         (dict(layers=0, positions=-1), r"layers=0(.|\n)*positions=-1"),
         (dict(heads=7), "embed=48 does not divide by heads=7"),
-        (dict(activation="relu"), "activation='relu' is unknown"),
     ],
 )
 def test_config_refuses(change, message):
