@@ -87,7 +87,7 @@ def _add_parts(
     tensors: dict[str, Tensor],
     placed: dict[str, list[Placed]],
 ) -> tuple[str, ...]:
-    """Adds carried tensors of parts that the layout names as the source's did but for a prefix; says what is left out.
+    """Adds carried tensors that the layout names as the source did but for a prefix; says what is left out.
 
     Layouts with one set of rules differ in prefixes alone; between others, what other parts call theirs is not known.
     """
@@ -98,6 +98,7 @@ def _add_parts(
     for key, leaf in checkpoint.manifest.carried.items():
         bare = key.removeprefix(detail.get("prefix", ""))
         new = _renamed(bare, came, layout) if came is not None and alike else None
+        new = bare if re.escape(bare) in rules.unused_in(layout) else new  # a pattern that is a name: the same in both
         if new is None:
             left_out += 1
             continue
