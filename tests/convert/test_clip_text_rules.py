@@ -9,8 +9,8 @@ import safetensors.torch
 import transformers
 from hollow import write_hollow
 from tiny_models import bits, files
-from torch_clip import arrays
 from torch_clip_text import CASES, build, values
+from torch_values import arrays
 
 from shardzoo import checkpoints
 from shardzoo.convert.convert import convert, plan_conversion

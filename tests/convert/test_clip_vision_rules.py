@@ -10,7 +10,8 @@ import torch
 import transformers
 from hollow import write_hollow
 from tiny_models import bits, files
-from torch_clip import CASES, arrays, build, values
+from torch_clip import CASES, build, values
+from torch_values import arrays
 
 from shardzoo import checkpoints
 from shardzoo.convert.convert import convert, plan_conversion

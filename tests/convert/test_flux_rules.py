@@ -9,7 +9,8 @@ import torch
 from diffusers import FluxTransformer2DModel
 from hollow import write_hollow
 from safetensors.numpy import load_file, save_file
-from torch_flux import SIZES, arrays, build, values
+from torch_flux import SIZES, build, values
+from torch_values import arrays
 
 from shardzoo import checkpoints
 from shardzoo.convert.convert import convert, plan_conversion

@@ -9,7 +9,8 @@ import torch
 import transformers
 from hollow import write_hollow
 from tiny_models import bits, files
-from torch_t5 import CASES, SIZES, arrays, build, values
+from torch_t5 import CASES, SIZES, build, values
+from torch_values import arrays
 
 from shardzoo import checkpoints
 from shardzoo.convert.convert import convert, plan_conversion

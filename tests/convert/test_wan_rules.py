@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from hollow import write_hollow
 from safetensors.numpy import load_file, save_file
-from torch_wan import IMAGE, arrays, build
+from torch_values import arrays
+from torch_wan import IMAGE, build
 
 from shardzoo.convert.convert import convert, plan_conversion
 from shardzoo.convert.export import export

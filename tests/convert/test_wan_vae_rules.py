@@ -11,7 +11,8 @@ import torch
 from diffusers import AutoencoderKLQwenImage, AutoencoderKLWan
 from hollow import write_hollow
 from tiny_models import bits, files
-from torch_wan_vae import CASES, WAN21, WAN22, arrays, build, values
+from torch_values import arrays
+from torch_wan_vae import CASES, WAN21, WAN22, build, values
 
 from shardzoo import checkpoints
 from shardzoo.convert.convert import convert, plan_conversion

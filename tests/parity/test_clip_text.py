@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from torch_clip import arrays
 from torch_clip_text import CASES, build, texts, values
+from torch_values import arrays, error, rms
 
 from shardzoo.zoo import clip_text, layout
 from shardzoo.zoo.mesh import make_mesh
@@ -29,11 +29,6 @@ def ours(named, config, ids, cotangent=None, stored=np.float32, mask=None, **opt
         return np.asarray(jax.jit(f)(live, ids, mask=mask).astype(jnp.float32))
     grads = jax.jit(jax.grad(lambda model: jnp.sum(f(model, ids, mask=mask) * cotangent, dtype=jnp.float32)))(live)
     return {k: np.asarray(v.astype(jnp.float32)) for k, v in layout.named(grads).items()}
-
-
-def error(got, want):
-    assert got.shape == want.shape
-    return np.abs(got - want).max() / max(np.abs(want).max(), 1e-30)
 
 
 def assert_gradients(grads, wanted):
@@ -101,10 +96,6 @@ def test_masks(name):
     (want * torch.tensor(cotangent)).sum().backward()
     grads = ours(named, config, ids, cotangent, mask=mask, hidden_state="last")
     assert_gradients(grads, values(arrays(model, grads=True), config))
-
-
-def rms(x):
-    return np.sqrt(np.mean(np.square(x)))
 
 
 @pytest.mark.parametrize("name", ["published tiny", "tokens after the end token"])

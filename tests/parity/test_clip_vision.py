@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from torch_clip import CASES, arrays, build, values
+from torch_clip import CASES, build, values
+from torch_values import arrays, error, rms
 
 from shardzoo.zoo import clip_vision, layout
 from shardzoo.zoo.mesh import make_mesh
@@ -34,10 +35,6 @@ def ours(named, config, pixels, cotangent=None, stored=np.float32, **options):
         return np.asarray(jax.jit(f)(live, pixels).astype(jnp.float32))
     grads = jax.jit(jax.grad(lambda model: jnp.sum(f(model, pixels) * cotangent, dtype=jnp.float32)))(live)
     return {k: np.asarray(v.astype(jnp.float32)) for k, v in layout.named(grads).items()}
-
-
-def error(got, want):
-    return np.abs(got - want).max() / max(np.abs(want).max(), 1e-30)
 
 
 def assert_gradients(grads, wanted):
@@ -82,10 +79,6 @@ def test_gradients_of_the_pooled_output():
     (reference(model, pixels)[-1] * torch.tensor(cotangent)).sum().backward()
     grads = ours(values(arrays(model), config), config, pixels, cotangent, hidden_state="pooled")
     assert_gradients(grads, values(arrays(model, grads=True), config))
-
-
-def rms(x):
-    return np.sqrt(np.mean(np.square(x)))
 
 
 @pytest.mark.parametrize("name", ["published tiny", "quick gelu"])

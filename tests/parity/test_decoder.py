@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from torch_decoders import CASES, arrays, build, values
+from torch_decoders import CASES, build, values
+from torch_values import arrays, error, rms
 
 from shardzoo.zoo import decoder, layout
 from shardzoo.zoo.mesh import make_mesh
@@ -44,14 +45,6 @@ def ours(name_values, config, mask, stored=np.float32, by="mask", **options):
     (_, (logits, hidden)), grads = jax.jit(jax.value_and_grad(total, has_aux=True))(model)
     wide = [np.asarray(x.astype(jnp.float32)) for x in (logits, hidden)]
     return *wide, {k: np.asarray(v.astype(jnp.float32)) for k, v in layout.named(grads).items()}
-
-
-def rms(x):
-    return np.sqrt(np.mean(np.square(x)))
-
-
-def error(got, want):
-    return np.abs(got - want).max() / np.abs(want).max()
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from torch_flux import arrays, build, values
+from torch_flux import build, values
+from torch_values import arrays, error, rms
 
 from shardzoo.zoo import flux, layout
 from shardzoo.zoo.mesh import make_mesh
@@ -72,14 +73,6 @@ class Case:
         both = jax.jit(jax.value_and_grad(total, argnums=(0, 1, 2, 3), has_aux=True))
         (_, out), (grads, *rest) = both(model, *self.given)
         return np.asarray(out), jax.tree.map(np.asarray, layout.named(grads)), rest
-
-
-def error(got, want):
-    return np.abs(np.asarray(got) - np.asarray(want)).max() / np.abs(np.asarray(want)).max()
-
-
-def rms(x):
-    return np.sqrt(np.mean(np.square(x)))
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n == "narrow" else n for n in CASES])

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from torch_t5 import CASES, arrays, build, values
+from torch_t5 import CASES, build, values
+from torch_values import arrays, error, rms
 
 from shardzoo.zoo import layout, t5
 from shardzoo.zoo.mesh import make_mesh
@@ -49,14 +50,6 @@ def ours(name_values, config, stored=np.float32, weigh=EVERY, options=None, grad
     (_, out), grads = jax.jit(jax.value_and_grad(total, has_aux=True))(model)
     grads = {k: np.asarray(v.astype(jnp.float32)) for k, v in layout.named(grads).items()}
     return np.asarray(out.astype(jnp.float32)), grads
-
-
-def rms(x):
-    return np.sqrt(np.mean(np.square(x)))
-
-
-def error(got, want):
-    return np.abs(got - want).max() / np.abs(want).max()
 
 
 def assert_gradients(grads, model, config):

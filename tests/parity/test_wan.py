@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from torch_wan import IMAGE, arrays, build, values
+from torch_values import arrays, error, rms
+from torch_wan import IMAGE, build, values
 
 from shardzoo.zoo import layout, wan
 from shardzoo.zoo.mesh import make_mesh
@@ -95,14 +96,6 @@ def halved(model):
     for block in model.blocks:
         block.scale_shift_table.data = block.scale_shift_table.data.float()
     return model
-
-
-def error(got, want):
-    return np.abs(np.asarray(got) - np.asarray(want)).max() / np.abs(np.asarray(want)).max()
-
-
-def rms(x):
-    return np.sqrt(np.mean(np.square(x)))
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in CASES])

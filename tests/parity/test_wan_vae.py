@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from torch_wan_vae import CASES, arrays, build, values
+from torch_values import arrays, error, rms
+from torch_wan_vae import CASES, build, values
 
 from shardzoo.zoo import layout, wan_vae
 from shardzoo.zoo.mesh import make_mesh
@@ -29,12 +30,6 @@ def both(name):
 
 def compiled(f):
     return jax.jit(f, compiler_options=UNOPTIMIZED)
-
-
-def error(got, want):
-    got, want = np.asarray(got), np.asarray(want)
-    assert got.shape == want.shape
-    return np.abs(got - want).max() / np.abs(want).max()
 
 
 def uniform(*shape, seed=1):
@@ -160,10 +155,6 @@ def test_gradients(name, coder):
             assert error(grad, want[path]) <= TOLERANCE, path
         else:
             assert not np.asarray(grad).any() and not want[path].any(), path
-
-
-def rms(x):
-    return np.sqrt(np.mean(np.square(x)))
 
 
 @pytest.mark.parametrize(

@@ -97,13 +97,3 @@ def blocks(named, c):
             f"blocks.attn.qkv.{kind}": np.stack(qkv, axis=1),
         }
     return found
-
-
-def arrays(model, grads=False):
-    """Torch name -> array of each parameter, or of its gradient (zero for what the loss does not reach)."""
-
-    def one(p):
-        value = p.detach() if not grads else torch.zeros_like(p) if p.grad is None else p.grad
-        return value.float().numpy()
-
-    return {k: one(p) for k, p in model.named_parameters()}

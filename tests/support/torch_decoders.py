@@ -124,8 +124,3 @@ def values(named, config):
     if not c.tied:
         found["head.weight"] = named["lm_head.weight"]
     return found
-
-
-def arrays(model, grads=False):
-    """Torch name -> array of each parameter, or of its gradient."""
-    return {k: (p.grad if grads else p.detach()).float().numpy() for k, p in model.named_parameters()}

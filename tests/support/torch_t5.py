@@ -66,8 +66,3 @@ def values(named, config):
     if c.shared_bias:
         return found | {"bias.weight": named[f"encoder.block.0.{table}"]}
     return found | {"blocks.bias.weight": each(table, c.buckets, c.heads)}
-
-
-def arrays(model, grads=False):
-    """Torch name -> array of each parameter, or of its gradient."""
-    return {k: (p.grad if grads else p.detach()).float().numpy() for k, p in model.named_parameters()}

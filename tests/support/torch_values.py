@@ -30,12 +30,15 @@ def arrays(model, grads=False):
     return {name: one(p) for name, p in model.named_parameters()}
 
 
-def by_rules(named, declared, layouts, name="diffusers"):
-    """Our paths -> arrays, from torch names -> arrays (weights, or their gradients), by the rules of a layout."""
+def by_rules(named, declared, layouts, name="diffusers", rules=()):
+    """Our paths -> arrays, from torch names -> arrays (weights, or their gradients), by the rules of a layout.
+
+    `rules` are those of the family, for layouts that have none of their own.
+    """
     params = layout.named(declared)
     found = {path: np.zeros(p.shape, np.float32) for path, p in params.items()}
-    rules = next(x.rules for x in layouts if x.name == name)
-    for piece in expand(rules, params, {}):
+    chosen = next(x for x in layouts if x.name == name)
+    for piece in expand(chosen.rules or rules, params, chosen.roots):
         at = tuple(slice(*r) for r in piece.at)
         taken = named[piece.source][tuple(slice(*r) for r in piece.take)]
         found[piece.target][at] = taken.reshape(found[piece.target][at].shape)
@@ -45,6 +48,7 @@ def by_rules(named, declared, layouts, name="diffusers"):
 def error(got, want):
     """The largest difference, relative to the largest wanted number."""
     got, want = np.asarray(got), np.asarray(want)
+    assert got.shape == want.shape
     return np.abs(got - want).max() / max(np.abs(want).max(), 1e-30)
 
 

@@ -76,13 +76,3 @@ def values(named, config):
         at = tuple(slice(*r) for r in piece.at)
         found[piece.target][at] = named[piece.source].reshape(found[piece.target][at].shape)
     return found
-
-
-def arrays(model, grads=False):
-    """Torch name -> array of each parameter, or of its gradient (zero where nothing reads it)."""
-
-    def one(p):
-        value = (torch.zeros_like(p) if p.grad is None else p.grad) if grads else p.detach()
-        return value.float().numpy()
-
-    return {name: one(p) for name, p in model.named_parameters()}
