@@ -286,7 +286,7 @@ def generate(
     prompt: Annotated[
         list[str] | None,
         typer.Option(
-            help="Prompt; of a language model several make one batch. Read from standard input if not given.",
+            help="Prompt; several make one batch, but of a video. Read from standard input if not given.",
             show_default=False,
         ),
     ] = None,
@@ -308,36 +308,50 @@ def generate(
         ),
     ] = None,
     negative: Annotated[
-        str | None, typer.Option(help="Video: what guidance leads away from.", show_default="nothing")
+        str | None, typer.Option(help="Image, video: what guidance leads away from.", show_default="nothing")
     ] = None,
     image: Annotated[
-        Path | None,
-        typer.Option(help="Video: picture to start with; scaled and cut to the size.", show_default=False),
+        list[Path] | None,
+        typer.Option(
+            help="Image: picture to edit, or to take from; several are possible. Video: picture to start with, scaled"
+            " and cut to the size.",
+            show_default=False,
+        ),
     ] = None,
     last_image: Annotated[Path | None, typer.Option(help="Video: picture to end with.", show_default=False)] = None,
-    height: Annotated[int | None, typer.Option(help="Video: in pixels.", show_default="480 or 704")] = None,
-    width: Annotated[int | None, typer.Option(help="Video: in pixels.", show_default="832 or 1280")] = None,
+    height: Annotated[int | None, typer.Option(help="Image, video: in pixels.", show_default="the model's own")] = None,
+    width: Annotated[int | None, typer.Option(help="Image, video: in pixels.", show_default="the model's own")] = None,
     frames: Annotated[
         int | None, typer.Option(help="Video: how many, 1 more than a multiple of 4.", show_default="81 or 121")
     ] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Video: steps of the sampler.", show_default="50")] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Image, video: steps of the sampler.", show_default="the model's own")
+    ] = None,
     guidance: Annotated[
         list[float] | None,
         typer.Option(
-            help="Video: scale of the guidance; twice for models of two experts, high noise first.", show_default="5.0"
+            help="Image, video: scale of the guidance; twice for models of two experts, high noise first.",
+            show_default="the model's own",
+        ),
+    ] = None,
+    true_guidance: Annotated[
+        float | None,
+        typer.Option(
+            help="Image: scale of the guidance away from --negative, for models that are told --guidance (FLUX.1).",
+            show_default=False,
         ),
     ] = None,
     shift: Annotated[
         float | None,
-        typer.Option(help="Video: shift of the noise levels, if not the pipeline's own.", show_default=False),
+        typer.Option(help="Image, video: shift of the noise levels, if not the pipeline's own.", show_default=False),
     ] = None,
     fps: Annotated[int | None, typer.Option(min=1, help="Video: frames a second.", show_default="16 or 24")] = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="Video: FILE.mp4, or a folder for PNG files.", show_default=False),
+        typer.Option(help="Image: FILE.png. Video: FILE.mp4. Either: a folder for PNG files.", show_default=False),
     ] = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Video: replace --out, once the new one is made.")
+        bool, typer.Option("--overwrite", help="Image, video: replace --out, once the new one is made.")
     ] = False,
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of the sampling.")] = 0,
     dtype: Annotated[
@@ -353,7 +367,7 @@ def generate(
     ] = False,
     json: Json = False,
 ) -> None:
-    """Restore a language model onto a mesh and let it reply to a prompt, or a pipeline and let it make a video.
+    """Restore a language model and let it reply to a prompt, or a pipeline and let it make images or a video.
 
     Of a pipeline one component at a time is on the devices. On a machine without accelerators the command makes as
     many CPU devices as the mesh needs.
@@ -368,7 +382,7 @@ def generate(
         "top_k": top_k,
         "top_p": top_p,
     }
-    video: dict[str, Any] = {
+    images: dict[str, Any] = {
         "negative": negative,
         "image": image,
         "last_image": last_image,
@@ -377,17 +391,18 @@ def generate(
         "frames": frames,
         "steps": steps,
         "guidance": guidance,
+        "true_guidance": true_guidance,
         "shift": shift,
         "fps": fps,
         "out": out,
         "overwrite": overwrite or None,
     }
     common: dict[str, Any] = {"seed": seed, "dtype": dtype, "degrees": mesh, "offload": offload, "json": json}
-    if commands.makes_videos(checkpoint):
-        commands.refuse_options(checkpoint, "makes videos", text)
-        commands.generate_video(checkpoint, commands.prompts(prompt), **video, **common)
+    if commands.makes_images(checkpoint):
+        commands.refuse_options(checkpoint, "is a pipeline", text)
+        commands.generate_images(checkpoint, commands.prompts(prompt), **images, **common)
     else:
-        commands.refuse_options(checkpoint, "is no pipeline of videos", video)
+        commands.refuse_options(checkpoint, "is no pipeline", images)
         commands.generate(checkpoint, commands.prompts(prompt), **text, **common)
 
 

@@ -43,15 +43,15 @@ class Text:
         text = self.render([*messages, {"role": "user", "content": prompt}])
         return self.tokenizer.encode(text, add_special_tokens=False).ids
 
-    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """The chat as text, with the opening of the reply at its end."""
+    def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        """The chat as text, with the opening of the reply at its end; `options` are what else the template reads."""
         import jinja2
 
         if self.template is None:
             raise InputError("generate: this checkpoint has no chat template: use --raw to continue a bare text")
         try:
             template = _environment().from_string(self.template)
-            return template.render(messages=messages, add_generation_prompt=True, **self.special)
+            return template.render({"messages": messages, "add_generation_prompt": True, **self.special, **options})
         except jinja2.TemplateError as error:
             raise InputError(f"generate: the chat template refuses these messages ({error}): use --raw") from error
 
@@ -90,9 +90,17 @@ def read_text_assets(assets: Mapping[str, Path], origin: str) -> Text:
             f"{origin}: no tokenizer.json among the files it carries ({', '.join(sorted(files)) or 'none'}):"
             " convert again from a folder that holds tokenizer.json beside the weights"
         )
-    tokenizer = make_tokenizer(_json(files, "tokenizer.json", origin), origin)
+    return with_tokenizer(make_tokenizer(_json(files, "tokenizer.json", origin), origin), files, origin)
+
+
+def with_tokenizer(tokenizer: Any, files: Mapping[str, Path], origin: str) -> Text:
+    """A tokenizer, with what the files beside it say of templates and special tokens.
+
+    Raises:
+        InputError: a file that is not JSON.
+    """
     settings = _json(files, "tokenizer_config.json", origin)
-    special = {name: _token_text(settings[name]) for name in SPECIAL if settings.get(name) is not None}
+    special = {name: token_text(settings[name]) for name in SPECIAL if settings.get(name) is not None}
     template = _template(files, settings, origin)
     end_ids = _end_ids(files, special, tokenizer, origin)
     return Text(tokenizer=tokenizer, template=template, special=special, end_ids=end_ids)
@@ -129,7 +137,7 @@ def _text(files: Mapping[str, Path], name: str, origin: str) -> str:
         raise InputError(f"{origin}: {name} is not UTF-8 ({error}): convert again from a whole folder") from error
 
 
-def _token_text(token: str | Mapping[str, Any]) -> str:
+def token_text(token: str | Mapping[str, Any]) -> str:
     return token if isinstance(token, str) else token["content"]
 
 

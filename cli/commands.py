@@ -384,8 +384,8 @@ def check_texts(**texts: str | list[str] | None) -> None:
             raise InputError(f"generate: --{name} is not UTF-8 ({error.reason}): change its encoding") from error
 
 
-def makes_videos(checkpoint: Path) -> bool:
-    """Whether generate makes a video of this: of a pipeline, not of a checkpoint.
+def makes_images(checkpoint: Path) -> bool:
+    """Whether generate makes images or a video of this: of a pipeline, not of a checkpoint.
 
     Raises:
         InputError: there is nothing.
@@ -403,43 +403,46 @@ def refuse_options(checkpoint: Path, what: str, options: Mapping[str, Any]) -> N
         raise InputError(f"{checkpoint}: {what}, and {named} would be for the other kind: leave them out")
 
 
-def generate_video(
+def generate_images(
     checkpoint: Path,
     texts: list[str],
     *,
-    negative: str | None,
-    steps: int | None,
+    image: list[Path] | None,
+    last_image: Path | None,
     guidance: list[float] | None,
     out: Path | None,
     overwrite: bool | None,
+    fps: int | None,
+    shift: float | None,
+    seed: int,
     dtype: np.dtype | None,
     degrees: Degrees,
     offload: bool,
     json: bool,
-    **options: Any,
+    **wanted: Any,
 ) -> None:
-    """Makes a video by a pipeline and says where it is."""
+    """Makes images or a video by a pipeline and says where they are."""
     with uninterrupted():
         from shardzoo.checkpoints.pipeline import open_pipeline
-        from shardzoo.cli import video
+        from shardzoo.cli import diffusion, media
+        from shardzoo.zoo.pipelines import Wanted
 
-    if len(texts) > 1:
-        raise InputError(f"generate: {len(texts)} prompts were given, and a video is made of one: give one")
     if out is None:
-        raise InputError("generate: no output was given: pass --out FILE.mp4, or --out FOLDER for PNG files")
-    wanted = video.VideoOptions(
-        negative=negative or "",
-        steps=50 if steps is None else steps,
-        guidance=tuple(guidance or (5.0,)),
-        out=out,
-        overwrite=bool(overwrite),
-        **options,
+        raise InputError("generate: no output was given: pass --out FILE.mp4, --out FILE.png, or --out FOLDER")
+    asked = Wanted(
+        prompts=tuple(texts),
+        images=tuple(media.read_picture(path) for path in image or ()),
+        last_image=None if last_image is None else media.read_picture(last_image),
+        guidance=tuple(guidance) if guidance else None,
+        **wanted,
     )
     with _room_named(checkpoint, degrees), progress_bar("sampling", steps=True) as progress:
-        made = video.generate(
+        made = diffusion.generate(
             open_pipeline(checkpoint),
-            texts[0],
-            wanted,
+            asked,
+            diffusion.Output(path=out, overwrite=bool(overwrite), fps=fps),
+            shift=shift,
+            seed=seed,
             dtype=dtype,
             degrees=degrees,
             offload=offload,
@@ -448,7 +451,8 @@ def generate_video(
     if json:
         say_json(made.to_json())
         return
-    say(f"{made.out}: {made.frames} frames of {made.height} x {made.width}")
+    what = "frame" if made.video else "image"
+    say(f"{made.out}: {made.frames} {what}{'' if made.frames == 1 else 's'} of {made.height} x {made.width}")
     if sys.stderr.isatty():
         parts = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in made.seconds.items())
         note(f"(on {made.mesh}; {parts})")

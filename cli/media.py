@@ -1,6 +1,7 @@
 """Pictures in, videos and pictures out, by the packages of the extra `media`."""
 
 import contextlib
+import dataclasses
 import importlib.util
 import os
 import shutil
@@ -8,12 +9,13 @@ import subprocess
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from shardzoo.errors import InputError
 
-VIDEO = ".mp4"
+VIDEO, IMAGE = ".mp4", ".png"
 
 
 def need_packages(*names: str) -> None:
@@ -27,8 +29,40 @@ def need_packages(*names: str) -> None:
         raise InputError(f"generate needs {' and '.join(missing)}: pip install 'shardzoo[media]'")
 
 
-def read_picture(path: Path, height: int, width: int) -> np.ndarray:
-    """A picture as bytes [height, width, 3]: scaled until it covers that size, and the middle cut out.
+@dataclasses.dataclass(frozen=True)
+class Picture:
+    """A picture of Pillow, as `zoo.pipelines` takes it."""
+
+    opened: Any
+
+    @property
+    def height(self) -> int:
+        return self.opened.height
+
+    @property
+    def width(self) -> int:
+        return self.opened.width
+
+    def stretched(self, height: int, width: int) -> np.ndarray:
+        """The whole of it as bytes [height, width, 3]."""
+        import PIL.Image
+
+        if self.opened.size == (width, height):
+            return np.asarray(self.opened)
+        return np.asarray(self.opened.resize((width, height), PIL.Image.Resampling.LANCZOS))
+
+    def covering(self, height: int, width: int) -> np.ndarray:
+        """Bytes [height, width, 3]: scaled until it covers that size, and the middle cut out."""
+        import PIL.Image
+        import PIL.ImageOps
+
+        if self.opened.size == (width, height):
+            return np.asarray(self.opened)
+        return np.asarray(PIL.ImageOps.fit(self.opened, (width, height), PIL.Image.Resampling.LANCZOS))
+
+
+def read_picture(path: Path) -> Picture:
+    """A picture, upright and in three channels.
 
     Raises:
         InputError: it cannot be read.
@@ -39,24 +73,30 @@ def read_picture(path: Path, height: int, width: int) -> np.ndarray:
 
     try:
         with PIL.Image.open(path) as opened:
-            picture = PIL.ImageOps.exif_transpose(opened).convert("RGB")
+            return Picture(PIL.ImageOps.exif_transpose(opened).convert("RGB"))
     except (OSError, ValueError, SyntaxError, PIL.Image.DecompressionBombError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else "it is no picture"
         raise InputError(f"{path}: cannot be read as a picture ({reason}): give a PNG or JPEG file") from error
-    if picture.size == (width, height):
-        return np.asarray(picture)
-    return np.asarray(PIL.ImageOps.fit(picture, (width, height), PIL.Image.Resampling.LANCZOS))
 
 
-def check_output(path: Path, *, overwrite: bool) -> None:
+def check_output(path: Path, *, overwrite: bool, video: bool, count: int) -> None:
     """Refuses an output that cannot be written, before any work is done.
 
+    Args:
+        path: where to write.
+        overwrite: what an earlier run wrote there may be replaced.
+        video: whether frames of a video are written, or this many images.
+        count: how many images.
+
     Raises:
-        InputError: it exists, has no folder to lie in, or needs packages that are missing.
+        InputError: it exists, has no folder to lie in, cannot hold all of them, or needs packages that are missing.
     """
     need_packages(*(("imageio_ffmpeg",) if path.suffix == VIDEO else ("PIL",)))
-    if path.suffix not in (VIDEO, ""):
-        raise InputError(f"{path}: is neither a {VIDEO} file nor the name of a folder for PNG files: change it")
+    file = VIDEO if video else IMAGE
+    if path.suffix not in (file, ""):
+        raise InputError(f"{path}: is neither a {file} file nor the name of a folder for PNG files: change it")
+    if path.suffix == IMAGE and count > 1:
+        raise InputError(f"{path}: is one file for {count} images: give the name of a folder")
     if not path.parent.is_dir():
         raise InputError(f"{path}: there is no folder {path.parent}: make it, or choose another output")
     try:
@@ -70,21 +110,26 @@ def check_output(path: Path, *, overwrite: bool) -> None:
 
 def _ours(path: Path) -> bool:
     """Whether this is what an earlier run may have written: a file, or a folder of pictures alone."""
-    if path.suffix == VIDEO:
+    if path.suffix:
         return path.is_file()
-    return path.is_dir() and all(entry.suffix == ".png" for entry in path.iterdir())
+    return path.is_dir() and all(entry.suffix == IMAGE for entry in path.iterdir())
 
 
-def write_frames(path: Path, pieces: Iterable[np.ndarray], fps: int) -> int:
-    """Writes frames [n, height, width, 3] as they come, to a video or a folder of pictures; how many there were.
+def write_frames(path: Path, pieces: Iterable[np.ndarray], fps: int | None) -> int:
+    """Writes frames [n, height, width, 3] as they come, to a video, a folder of pictures or one; how many there were.
 
-    What is at `path` is replaced once all are written; on an error nothing is left.
+    A video needs `fps`, frames a second. What is at `path` is replaced once all are written; on an error nothing is
+    left.
     """
     part = path.with_name(f".{path.stem}.part{path.suffix}")
     _remove(part)
     try:
-        count = _write_video(part, pieces, fps) if path.suffix == VIDEO else _write_pictures(part, pieces)
-        if path.suffix != VIDEO:
+        if path.suffix == VIDEO:
+            assert fps is not None
+            count = _write_video(part, pieces, fps)
+        else:
+            count = _write_pictures(part, pieces)
+        if not path.suffix:
             _remove(path)
         os.replace(part, path)
     finally:
@@ -130,13 +175,15 @@ def _encoder(path: Path, shape: tuple[int, ...], fps: int) -> subprocess.Popen[b
     return subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, process_group=0)
 
 
-def _write_pictures(folder: Path, pieces: Iterable[np.ndarray]) -> int:
+def _write_pictures(path: Path, pieces: Iterable[np.ndarray]) -> int:
+    """Each frame to a file of its own in a folder; to a name of a file, the only one."""
     import PIL.Image
 
-    folder.mkdir()
+    if not path.suffix:
+        path.mkdir()
     count = 0
     for frame in _each(pieces):
-        PIL.Image.fromarray(frame).save(folder / f"{count:05d}.png")
+        PIL.Image.fromarray(frame).save(path if path.suffix else path / f"{count:05d}{IMAGE}")
         count += 1
     return count
 

@@ -1,4 +1,4 @@
-"""Images as the image encoder of CLIP takes them, in the two ways that Wan's image-to-video models are run.
+"""Images as bytes and as values, and as the image encoder of CLIP takes them, in the two ways that Wan has them run.
 
 `stretched` is the Wan repositories' way: a frame from -1 to 1 is resized to a square whatever its shape. `cropped` is
 that of transformers' CLIPImageProcessor, which diffusers uses: bytes are resized until the shorter side fits, and the
@@ -16,7 +16,24 @@ from jaxtyping import Array, Float, UInt8, jaxtyped
 Host = Array | np.ndarray
 MEAN = np.array([0.48145466, 0.4578275, 0.40821073], np.float32)
 STD = np.array([0.26862954, 0.26130258, 0.27577711], np.float32)
+HALF = 255 / 2
 BITS = 22  # of the fraction in Pillow's fixed-point weights
+
+
+@jaxtyped(typechecker=beartype)
+def as_bytes(
+    images: Float[Host, "batch channels height width"],
+) -> UInt8[np.ndarray, "batch height width channels"]:
+    """Images from -1 to 1 as bytes, rounded; what lies beyond is cut off."""
+    scaled = jnp.round(jnp.clip(jnp.asarray(images, jnp.float32) / 2 + 0.5, 0, 1) * 255)
+    return np.asarray(scaled.astype(jnp.uint8)).transpose(0, 2, 3, 1)
+
+
+def as_values(
+    images: UInt8[np.ndarray, "batch height width channels"],
+) -> Float[np.ndarray, "batch channels height width"]:
+    """Bytes as values from -1 to 1."""
+    return images.transpose(0, 3, 1, 2).astype(np.float32) / np.float32(HALF) - 1
 
 
 def _cubic(x: np.ndarray, a: float) -> np.ndarray:
@@ -80,14 +97,22 @@ def cropped(
 
     The bytes between are those of Pillow, bit for bit.
     """
-    height, width = images.shape[1:3]
-    short = min(height, width)
-    to = tuple(size if n == short else int(size * n / short) for n in (height, width))
-    x = jnp.asarray(images, jnp.int32).transpose(0, 3, 1, 2)
-    x = _bytes(jnp.einsum("bchw,qw->bchq", x, resampling(width, to[1])))
-    x = _bytes(jnp.einsum("bchq,ph->bcpq", x, resampling(height, to[0])))
+    short = min(images.shape[1:3])
+    to = tuple(size if n == short else int(size * n / short) for n in images.shape[1:3])
     top, left = ((n - size) // 2 for n in to)
-    return _normed(x[:, :, top : top + size, left : left + size].astype(jnp.float32) / 255)
+    return resized(images, *to)[:, :, top : top + size, left : left + size]
+
+
+@jaxtyped(typechecker=beartype)
+def resized(
+    images: UInt8[Host, "batch height width channels"], rows: int, columns: int
+) -> Float[Array, "batch channels rows columns"]:
+    """Bytes as normed images of this size, in float32, in the way of transformers' image processors."""
+    height, width = images.shape[1:3]
+    x = jnp.asarray(images, jnp.int32).transpose(0, 3, 1, 2)
+    x = _bytes(jnp.einsum("bchw,qw->bchq", x, resampling(width, columns)))
+    x = _bytes(jnp.einsum("bchq,ph->bcpq", x, resampling(height, rows)))
+    return _normed(x.astype(jnp.float32) / 255)
 
 
 def _bytes(x: Array) -> Array:

@@ -10,23 +10,24 @@ that `data=2` computes both halves at once.
 """
 
 import dataclasses
+import html
+import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int, Num, UInt8
+from jaxtyping import Array, Float, Num, UInt8
 
 from shardzoo.errors import InputError, fail_if
 from shardzoo.zoo import clip_vision, images, sampling, t5, wan, wan_vae
+from shardzoo.zoo.pipelines import Components, Manner, Tokenizer, Wanted
 from shardzoo.zoo.wan_model import Context, Timesteps
 
 Host = Array | np.ndarray
-Manner = Literal["diffusers", "original"]
 FIRST, SECOND = "transformer", "transformer_2"  # the transformer, or the expert for high noise; the one for low noise
-NORMED = 255 / 2
 POSITIONS = 1024  # that the models' tables of positions have each way
 
 
@@ -105,20 +106,6 @@ def read_settings(settings: Mapping[str, Any], manner: Manner) -> Settings:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Components:
-    """The components of a pipeline by name ("text_encoder", "image_encoder", "transformer", "transformer_2", "vae").
-
-    Attributes:
-        declared: each as declared, with the dtypes it runs in.
-        live: name -> live module. Called each time that one is needed and let go of afterwards, so that a function that
-            restores it from a checkpoint keeps only one of them on the devices.
-    """
-
-    declared: Mapping[str, Any]
-    live: Callable[[str], Any]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
     """One video.
 
@@ -182,6 +169,53 @@ def check(declared: Mapping[str, Any], settings: Settings, request: Request) -> 
             problems.append(f"{name}: token {max(ids)} is not in vocab={vocab}: use the text encoder's own tokenizer")
     problems += [f"guidance={s} is not a number to scale by: change it" for s in request.guidance if not np.isfinite(s)]
     fail_if(problems, "wan_pipeline")
+
+
+def run_parts(declared: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
+    """The components, all of each."""
+    return dict(declared)
+
+
+def frame_rate(settings: Settings) -> int:
+    return 24 if settings.per_token else 16
+
+
+def request(
+    declared: Mapping[str, Any], settings: Settings, wanted: Wanted, tokenizer: Callable[[str], Tokenizer]
+) -> Request:
+    """The video that is wanted, images scaled and cut to its size.
+
+    Raises:
+        InputError: several prompts or images, or a size that the pipeline does not make.
+    """
+    problems = [] if len(wanted.prompts) == 1 else [f"{len(wanted.prompts)} prompts were given, and a video is of one"]
+    problems += [f"{len(wanted.images)} images were given: give one to start with"] if len(wanted.images) > 1 else []
+    problems += [] if wanted.true_guidance is None else ["true_guidance: this model does not take it: leave it out"]
+    fail_if(problems, "generate")
+    encode = tokenizer("tokenizer").encode
+    default = (704, 1280, 121) if settings.per_token else (480, 832, 81)
+    asked = (wanted.height, wanted.width, wanted.frames)
+    height, width, frames = (d if w is None else w for d, w in zip(default, asked, strict=True))
+    made = Request(
+        ids=encode(clean(wanted.prompts[0]), limit=wan.TEXT_TOKENS),
+        negative_ids=encode(clean(wanted.negative or ""), limit=wan.TEXT_TOKENS),
+        frames=frames,
+        height=height,
+        width=width,
+        steps=50 if wanted.steps is None else wanted.steps,
+        guidance=wanted.guidance or (5.0,),
+    )
+    pictures = {"image": wanted.images[0] if wanted.images else None, "last_image": wanted.last_image}
+    given = {name: picture for name, picture in pictures.items() if picture is not None}
+    if given:
+        fail_if(list(size_problems(declared, made)), "generate")
+    scaled: dict[str, Any] = {name: picture.covering(height, width) for name, picture in given.items()}
+    return dataclasses.replace(made, **scaled)
+
+
+def clean(prompt: str) -> str:
+    """A prompt as the pipelines of Wan tidy it: HTML entities resolved, white space single."""
+    return re.sub(r"\s+", " ", html.unescape(html.unescape(prompt))).strip()
 
 
 def _part_problems(declared: Mapping[str, Any]) -> Iterator[str]:
@@ -357,7 +391,7 @@ def _image(
     declared = parts.declared["image_encoder"]
     pixels, size = np.stack(request.images), declared.config.image
     if settings.manner == "original":
-        squares = images.stretched(pixels.transpose(0, 3, 1, 2).astype(np.float32) / np.float32(NORMED) - 1, size)
+        squares = images.stretched(images.as_values(pixels), size)
     else:
         squares = images.cropped(pixels, size)
     states = jax.jit(clip_vision.forward(declared, mesh))(parts.live("image_encoder"), squares)
@@ -367,9 +401,8 @@ def _image(
 def _condition(parts: Components, mesh: Mesh, settings: Settings, request: Request) -> Condition:
     if not request.images:
         return Condition()
-    pixels = np.stack(request.images).transpose(0, 3, 1, 2).astype(np.float32) / np.float32(NORMED) - 1
     run = jax.jit(condition(parts.declared["vae"], mesh, settings, request.frames))
-    return run(parts.live("vae"), pixels)
+    return run(parts.live("vae"), images.as_values(np.stack(request.images)))
 
 
 def _experts(settings: Settings, sampler: sampling.Sampler, request: Request) -> list[tuple[str, range, float]]:
@@ -416,33 +449,12 @@ def sample(
     for name, steps, scale in _experts(settings, sampler, request):
         declared, model = parts.declared[name], parts.live(name)
         context = jax.jit(wan.context(declared, mesh))(model, text, image)
-        step = _step(sampler, velocity(declared, mesh, guided=request.guided))
-        for i in steps:
-            state, x = step(model, context, given, scale, np.int32(i), sampler.timesteps[i], state, x)
-            if on_step is not None:
-                jax.block_until_ready(x)
-                on_step(i + 1, request.steps)
-        del model
+        run = velocity(declared, mesh, guided=request.guided)
+        first, stop = steps.start, steps.stop
+        inputs = (model, context, given, scale)
+        state, x = sampling.run_stepwise(sampler, run, inputs, x, state, first=first, stop=stop, on_step=on_step)
+        del model, inputs
     return with_first(given, x)
-
-
-def _step(sampler: sampling.Sampler, of: Callable[..., Array]) -> Callable[..., tuple[Any, Array]]:
-    """One step of the sampler with the velocity that `of` gives, jitted."""
-
-    @jax.jit
-    def step(
-        model: wan.Wan,
-        context: Context,
-        condition: Condition,
-        scale: Num[Array, ""],
-        index: Int[Array, ""],
-        timestep: Num[Array, ""],
-        state: Any,
-        x: Float[Array, "batch channels frames height width"],
-    ) -> tuple[Any, Float[Array, "batch channels frames height width"]]:
-        return sampler.step(index, state, x, of(model, context, condition, scale, x, timestep))
-
-    return step
 
 
 def frames(
@@ -451,5 +463,4 @@ def frames(
     """The frames of one video, a few at a time, as bytes."""
     stream = wan_vae.decode_stream(parts.declared["vae"], mesh)
     for piece in stream.run(parts.live("vae"), stream.cut(jnp.asarray(latents))):
-        scaled = jnp.round((piece[0].astype(jnp.float32) / 2 + 0.5) * 255)
-        yield np.asarray(scaled.astype(jnp.uint8)).transpose(1, 2, 3, 0)
+        yield images.as_bytes(piece[0].transpose(1, 0, 2, 3))

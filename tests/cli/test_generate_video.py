@@ -15,7 +15,7 @@ from command_line import invoke, run
 from shardzoo import checkpoints
 from shardzoo.checkpoints.manifest import FileEntry, sha256
 from shardzoo.checkpoints.pipeline import open_pipeline
-from shardzoo.cli import media, video
+from shardzoo.cli import diffusion, media
 from shardzoo.zoo.mesh import make_mesh
 
 SIZE = ("--height", 32, "--width", 48, "--frames", 5, "--steps", 2)
@@ -49,7 +49,7 @@ def pictures(folder):
 def test_pictures_are_those_of_diffusers_from_the_same_noise(folders, tmp_path, monkeypatch, kind):
     source, ours = folders(kind)
     given = pictures_for(kind, tmp_path)
-    monkeypatch.setattr(video, "start_mesh", lambda _: make_mesh(devices=jax.devices()[:1]))
+    monkeypatch.setattr(diffusion, "start_mesh", lambda _: make_mesh(devices=jax.devices()[:1]))
     real, drawn = jax.random.normal, []
     monkeypatch.setattr(jax.random, "normal", lambda *given: drawn.append(real(*given)) or drawn[-1])
     words = [word for name, path in given.items() for word in (f"--{name}", path)]
@@ -88,10 +88,10 @@ def test_pictures_are_scaled_and_cut_to_the_size(tmp_path):
     wide = np.zeros((20, 60, 3), np.uint8)
     wide[:, 15:45] = (200, 100, 50)
     PIL.Image.fromarray(wide).save(tmp_path / "wide.png")
-    found = media.read_picture(tmp_path / "wide.png", 40, 40)
+    found = media.read_picture(tmp_path / "wide.png").covering(40, 40)
     assert found.shape == (40, 40, 3) and np.abs(found.astype(int) - (200, 100, 50)).max() <= 1
     PIL.Image.fromarray(wide[:, :, 0]).save(tmp_path / "grey.png")
-    same = media.read_picture(tmp_path / "grey.png", 20, 60)
+    same = media.read_picture(tmp_path / "grey.png").covering(20, 60)
     np.testing.assert_array_equal(same, np.repeat(wide[:, :, :1], 3, axis=2))
 
 

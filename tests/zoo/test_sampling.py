@@ -7,6 +7,7 @@ import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
+from diffusers.pipelines.flux2.pipeline_flux2 import compute_empirical_mu
 
 from shardzoo.errors import InputError
 from shardzoo.zoo import sampling
@@ -134,6 +135,29 @@ def test_euler_as_the_image_pipelines_shift_it(steps, tokens):
     assert_same(euler(steps, mu=qwen, last=0.02, levels=levels), scheduler, TOKENS)
 
 
+@pytest.mark.parametrize("steps", [1, 4, 10, 28, 50, 200])
+@pytest.mark.parametrize("tokens", [1, 256, 4096, 4300, 4301, 9999])
+def test_euler_as_flux2_shifts_it(steps, tokens):
+    mu = sampling.fitted_mu(tokens, steps)
+    assert mu == compute_empirical_mu(tokens, steps)
+    levels = sampling.image_levels(steps)
+    ours, theirs = euler(steps, mu=mu, levels=levels), euler_scheduler(steps, mu, levels, shift=3.0)
+    np.testing.assert_array_equal(ours.levels, theirs.sigmas.numpy())
+    np.testing.assert_array_equal(ours.timesteps, theirs.timesteps.numpy())
+
+
+@pytest.mark.parametrize("steps", [1, 3, 28])
+@pytest.mark.parametrize("mu", [0.3, 1.15, 3.0])
+@pytest.mark.parametrize("last", [None, 0.02])
+def test_euler_with_a_linear_shift(steps, mu, last):
+    levels = sampling.image_levels(steps)
+    if steps == 1 and last:  # of a single level, 1, diffusers makes NaN
+        np.testing.assert_array_equal(euler(1, mu=mu, curve="linear", last=last, levels=levels).levels, [1, 0])
+        return
+    scheduler = euler_scheduler(steps, mu, levels, time_shift_type="linear", shift_terminal=last)
+    assert_same(euler(steps, mu=mu, curve="linear", last=last, levels=levels), scheduler, TOKENS)
+
+
 @pytest.mark.parametrize("sampler", [euler(6, shift=3.0), unipc(6, shift=3.0)], ids=["euler", "unipc"])
 def test_one_scan_is_the_steps_one_by_one(sampler):
     """Also with the sampler as an argument, from a state given by hand, and differentiated."""
@@ -232,6 +256,7 @@ def test_guidance_within_a_run():
         (lambda: unipc(0), "steps=0"),
         (lambda: euler(3, shift=0.0), "shift=0.0"),
         (lambda: euler(3, shift=2.0, mu=1.0), "shift=2.0 and mu=1.0"),
+        (lambda: euler(3, mu=-1.0, curve="linear"), "mu=-1.0 is not above 0"),
         (lambda: unipc(3, order=4), "order=4"),
         (lambda: unipc(3, levels=[1.0, 0.5]), "2 were given for steps=3"),
         (lambda: run(euler(3), field, VIDEO, stop=4), "first=0, stop=4 are not steps of 0 to 3"),

@@ -1,0 +1,166 @@
+"""Pipelines by kind: what they are made of, what a user asks of them, and the functions that each kind offers.
+
+To add a kind: write a module with the functions of `Kind`, name it in `MODULES` here, and name the classes of diffusers
+that it runs in `convert/pipeline_source.py`. The command line asks for nothing else.
+"""
+
+import dataclasses
+import importlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array, UInt8
+
+from shardzoo.errors import InputError
+
+Manner = Literal["diffusers", "original"]
+MODULES = {
+    "flux": "flux_pipeline",
+    "flux2": "flux2_pipeline",
+    "qwen-image": "qwen_image_pipeline",
+    "wan": "wan_pipeline",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Components:
+    """The components of a pipeline by name ("text_encoder", "transformer", "vae", ...).
+
+    Attributes:
+        declared: each as declared, with the dtypes it runs in.
+        live: name -> live module. Called each time that one is needed and let go of afterwards, so that a function that
+            restores it from a checkpoint keeps only one of them on the devices.
+    """
+
+    declared: Mapping[str, Any]
+    live: Callable[[str], Any]
+
+
+@runtime_checkable
+class Picture(Protocol):
+    """A picture that a user gave, of any size."""
+
+    @property
+    def height(self) -> int: ...
+
+    @property
+    def width(self) -> int: ...
+
+    def stretched(self, height: int, width: int) -> UInt8[np.ndarray, "height width 3"]:
+        """The whole of it at this size."""
+        ...
+
+    def covering(self, height: int, width: int) -> UInt8[np.ndarray, "height width 3"]:
+        """Scaled until it covers this size, and the middle cut out."""
+        ...
+
+
+@runtime_checkable
+class Tokenizer(Protocol):
+    """A tokenizer of the pipeline's folder."""
+
+    def padding(self) -> tuple[int, bool]:
+        """The token that fills up rows, and whether it does so before the text."""
+        ...
+
+    def encode(self, text: str, *, limit: int, special: bool = True) -> list[int]:
+        """Ids of a text, at most `limit`, with the special tokens that the tokenizer puts round it if `special`."""
+        ...
+
+    def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        """A chat as text, by the chat template."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What a user asks for; None is what the pipeline does of its own accord.
+
+    Attributes:
+        prompts: a video is made of one; of several, one image of each.
+        negative: what guidance leads away from.
+        images: what is to be edited, or what a video starts with.
+        last_image: what a video ends with.
+        height, width, frames: of the result.
+        steps: of the sampler.
+        guidance: scales of the guidance.
+        true_guidance: scale of the guidance away from `negative`, for models that are told `guidance`.
+    """
+
+    prompts: tuple[str, ...]
+    negative: str | None = None
+    images: tuple[Picture, ...] = ()
+    last_image: Picture | None = None
+    height: int | None = None
+    width: int | None = None
+    frames: int | None = None
+    steps: int | None = None
+    guidance: tuple[float, ...] | None = None
+    true_guidance: float | None = None
+
+
+@runtime_checkable
+class Kind(Protocol):
+    """What the module of a kind offers; settings and requests are dataclasses of its own.
+
+    Settings have `shift`, of the noise levels; requests have `height`, `width` and `steps`.
+    """
+
+    def read_settings(self, settings: Mapping[str, Any], manner: Manner) -> Any:
+        """The settings that the pipeline's config files say."""
+        ...
+
+    def needed(self, declared: Mapping[str, Any], settings: Any) -> list[str]:
+        """The components that it cannot do without and that are not there."""
+        ...
+
+    def run_parts(self, declared: Mapping[str, Any], settings: Any) -> dict[str, Any]:
+        """The components as far as they are run: what need not be restored is left out."""
+        ...
+
+    def frame_rate(self, settings: Any) -> int | None:
+        """Frames a second of its videos; None where it makes images."""
+        ...
+
+    def request(
+        self, declared: Mapping[str, Any], settings: Any, wanted: Wanted, tokenizer: Callable[[str], Tokenizer]
+    ) -> Any:
+        """The request for what is wanted; tokenizers by the name of their folder."""
+        ...
+
+    def check(self, declared: Mapping[str, Any], settings: Any, request: Any) -> None:
+        """Refuses what it cannot do."""
+        ...
+
+    def sample(
+        self,
+        parts: Components,
+        mesh: Mesh,
+        settings: Any,
+        request: Any,
+        *,
+        key: Array | None = None,
+        on_step: Callable[[int, int], None] | None = None,
+    ) -> Array:
+        """The latents of the result."""
+        ...
+
+    def frames(
+        self, parts: Components, mesh: Mesh, latents: Array
+    ) -> Iterator[UInt8[np.ndarray, "frames height width channels"]]:
+        """Frames or images, a few at a time."""
+        ...
+
+
+def find_kind(name: str) -> Kind:
+    """The module of a kind.
+
+    Raises:
+        InputError: there is none.
+    """
+    if name not in MODULES:
+        raise InputError(f"pipeline kind={name!r} is not in this zoo: there are {', '.join(sorted(MODULES))}")
+    module: Any = importlib.import_module(f"{__package__}.{MODULES[name]}")
+    return module
