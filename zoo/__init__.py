@@ -37,6 +37,8 @@ __all__ = [
     "flux2",
     "image_vae",
     "make_mesh",
+    "qwen2_5_vl",
+    "qwen_image",
     "sampling",
     "t5",
     "wan",

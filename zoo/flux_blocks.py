@@ -5,7 +5,7 @@ Shapes inside layers are one device's. Blocks of a kind are stacked, to be run b
 """
 
 import dataclasses
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import equinox as eqx
 import jax
@@ -229,7 +229,7 @@ class Double(eqx.Module):
         self,
         streams: Pair,
         rows: tuple[Rows, Rows],
-        turns: tuple[Rotary, Rotary],
+        turns: tuple[Pair, Pair],
         valid: tuple[Bool[Array, "one text"], Bool[Array, "one image"]] | None,
         residual: Residual,
     ) -> Pair:
@@ -307,11 +307,18 @@ class Head(eqx.Module):
         return self.out(modulated(x, self.norm, shift, scale))
 
 
-class Blocks(Protocol):
-    """A model's stacked blocks, live or declared."""
+@runtime_checkable
+class Doubles(Protocol):
+    """A model's stacked blocks of two streams, live or declared."""
 
     @property
     def double(self) -> Double: ...
+
+
+@runtime_checkable
+class Blocks(Doubles, Protocol):
+    """A model's stacked blocks of both kinds."""
+
     @property
     def single(self) -> Single: ...
 
@@ -321,7 +328,7 @@ def run_blocks(
     declared: Blocks,
     streams: Pair,
     rows: tuple[tuple[Rows, Rows], Rows],
-    turns: tuple[Rotary, Rotary],
+    turns: tuple[Pair, Pair],
     shares: Shares,
     *,
     shared: bool,
@@ -355,6 +362,6 @@ def run_blocks(
     return x[:, size:]
 
 
-def streams_dtype(model: Blocks, run: Run) -> Any:
+def streams_dtype(model: Doubles, run: Run) -> Any:
     """Dtype of the activations: that of the blocks' weights unless `run` names one."""
     return model.double.image.up.weight.dtype if run.dtype is None else run.dtype

@@ -19,15 +19,19 @@ from shardzoo.zoo.mesh import CONTEXT, TP
 Pair = tuple[Array, Array]
 
 
-def positions_rotary(ids: Float[np.ndarray, "seq axes"], dims: tuple[int, ...], theta: float) -> np.ndarray:
+def positions_rotary(
+    ids: Float[np.ndarray, "seq axes"], dims: tuple[int, ...], theta: float, dtype: type[np.floating] = np.float64
+) -> np.ndarray:
     """Cosines and sines (2, seq, head_dim) of positions along several axes, for `video_tokens.rotate_pairs`.
 
-    Each axis turns `dims[axis]` of a head's dims; angles in float64, tables in float32. A table is laid out like a
+    Each axis turns `dims[axis]` of a head's dims; angles in `dtype`, tables in float32. A table is laid out like a
     head: cosines twice each, sines with the sign that their place in the pair asks for.
     """
     cos, sin = [], []
     for axis, size in enumerate(dims):
-        angles = np.asarray(ids, np.float64)[:, axis, None] * theta ** (-np.arange(0, size, 2, dtype=np.float64) / size)
+        powers = theta ** (np.arange(0, size, 2, dtype=dtype) / dtype(size)).astype(np.float64)
+        turns = np.asarray(ids, dtype)[:, axis, None] * (1 / powers.astype(dtype))
+        angles = turns.astype(np.float64)
         cos.append(np.repeat(np.cos(angles), 2, axis=-1))
         sin.append(np.stack([-np.sin(angles), np.sin(angles)], axis=-1).reshape(len(angles), size))
     return np.stack([np.concatenate(cos, axis=-1), np.concatenate(sin, axis=-1)]).astype(np.float32)

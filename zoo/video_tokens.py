@@ -82,11 +82,16 @@ def rotate_pairs(x: Float[Array, "batch seq heads head_dim"], turn: Rotary) -> F
     return (x.astype(jnp.float32) * cos + partner.astype(jnp.float32) * sin).astype(x.dtype)
 
 
-def sinusoid(timesteps: Num[Array, "*lead"], size: int, period: float = 1e4) -> Float[Array, "*lead size"]:
-    """Cosines, then sines, of each timestep at size / 2 frequencies from 1 down to 1 / period; float32."""
+def sinusoid(
+    timesteps: Num[Array, "*lead"], size: int, period: float = 1e4, scale: float = 1.0
+) -> Float[Array, "*lead size"]:
+    """Cosines, then sines, of each timestep at size / 2 frequencies from 1 down to 1 / period; float32.
+
+    `scale` multiplies the angles.
+    """
     half = size // 2
     exponents = np.float32(-math.log(period)) * np.arange(half, dtype=np.float32) / np.float32(half)
     # Rounded once, as PyTorch's are but for two of 128; numpy's own float32 is a bit off at 55.
     frequencies = np.exp(exponents.astype(np.float64)).astype(np.float32)
-    angles = timesteps.astype(jnp.float32)[..., None] * frequencies
+    angles = timesteps.astype(jnp.float32)[..., None] * frequencies * scale
     return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)
