@@ -198,7 +198,8 @@ class RMSNorm(eqx.Module):
     """x / rms(x) * weight over the weight's dims, float32 inside.
 
     With `axis`, one of those dims is split over these mesh axes and the mean square is averaged over them (one psum of
-    one number per token). `offset` is added to the weight: 1 for weights stored around zero.
+    one number per token). `offset` is added to the weight: 1 for weights stored around zero, which are multiplied by in
+    float32.
     """
 
     weight: Float[Leaf, "*norm"]
@@ -211,8 +212,10 @@ class RMSNorm(eqx.Module):
         return jnp.mean(jnp.square(x.astype(jnp.float32)), axis=tuple(range(-self.weight.ndim, 0)), keepdims=True)
 
     def scale(self, x: Float[Array, "..."], mean_square: Float[Array, "..."]) -> Float[Array, "..."]:
-        y = (x.astype(jnp.float32) * lax.rsqrt(mean_square + self.eps)).astype(x.dtype)
-        return y * (self.weight.astype(x.dtype) + jnp.asarray(self.offset, x.dtype))
+        y = x.astype(jnp.float32) * lax.rsqrt(mean_square + self.eps)
+        if self.offset:  # the sum needs more digits than a 16-bit weight has
+            return (y * (self.weight.astype(jnp.float32) + self.offset)).astype(x.dtype)
+        return y.astype(x.dtype) * self.weight.astype(x.dtype)
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         mean = self.mean_square(x)
