@@ -8,7 +8,7 @@ over `kv`; `pipe` must be 1. Shapes inside layers are one device's. The blocks a
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol, runtime_checkable
 
 import equinox as eqx
@@ -34,6 +34,7 @@ from shardzoo.zoo.layers import (
     RMSNorm,
     RowLinear,
     gather_residual,
+    own_share,
 )
 from shardzoo.zoo.layout import Param
 from shardzoo.zoo.mesh import CONTEXT, DATA, KV, TP
@@ -83,6 +84,9 @@ class Config:
             problems.append(f"heads={self.heads} does not divide by kv_heads={self.kv_heads}: change one of them")
         if self.head_dim % 2:
             problems.append(f"head_dim={self.head_dim} is odd (rotary pairs need an even one): change it")
+        if self.rope.sections and sum(self.rope.sections) * 2 != self.head_dim:
+            pairs = sum(self.rope.sections)
+            problems.append(f"head_dim={self.head_dim} is not twice the {pairs} of rope.sections: change one of them")
         if self.sliding_window is not None and self.sliding_window < 1:
             problems.append(f"sliding_window={self.sliding_window} is not at least 1: use None for no window")
         if self.sliding_layers is not None and len(self.sliding_layers) != self.layers:
@@ -267,7 +271,9 @@ class Forward(Protocol):
         *,
         lengths: Int[Host, " batch"] | None = None,
         mask: Bool[Host, "batch seq"] | None = None,
-        positions: Int[Host, "batch seq"] | None = None,
+        positions: Int[Host, "batch seq *axes"] | None = None,
+        features: Float[Host, "rows embed"] | None = None,
+        places: Int[Host, "batch seq"] | None = None,
     ) -> Any: ...
 
 
@@ -282,7 +288,7 @@ def forward(
     logits: bool = True,
     in_place: bool = False,
 ) -> Forward:
-    """The pure function `f(model, tokens, *, lengths, mask, positions)`: jit it, or call it inside a jitted function.
+    """The pure function `f(model, tokens, *, lengths, mask, positions, features, places)`: to be jitted.
 
     It returns logits [batch, seq, vocab], split like batch, seq and vocabulary; with hidden states asked for
     (logits, hidden [state, batch, seq, embed]), and only the latter with `logits=False`. Any batch and length will do:
@@ -292,7 +298,10 @@ def forward(
         lengths: valid prefix of each row (rows padded on the right); results beyond it mean nothing.
         mask: True for tokens that others may see, for padding on any side; results on padding are those of the
             transformers library, whose queries on padding see the visible tokens before them. Not with `lengths`.
-        positions: of the tokens, for the rotation only; 0, 1, 2 ... if not given.
+        positions: of the tokens, for the rotation only; 0, 1, 2 ... if not given. Those along several axes, for a
+            rope with sections, are [batch, seq, axis].
+        features, places: what stands in for embeddings, such as the states of an image: `places` says for each token
+            which row of `features` replaces its embedding, or -1. Both or neither.
 
     Args:
         residual: "seq" splits the stream between blocks along the sequence over the tensor axes as well.
@@ -321,7 +330,8 @@ def forward(
     )
     stream = P(DATA, CONTEXT) if residual == "whole" else P(DATA, (CONTEXT, *TP))
     out_specs = (P(DATA, CONTEXT, TP) if logits else None, None if states is None else P(None, *stream))
-    sequence = {"tokens": P(DATA, CONTEXT), "mask": P(DATA, CONTEXT), "positions": P(DATA, CONTEXT), "lengths": P(DATA)}
+    sequence = {name: P(DATA, CONTEXT) for name in ("tokens", "mask", "positions", "places")}
+    split = {**sequence, "lengths": P(DATA), "features": P()}
     seq_ways = mesh.shape[CONTEXT] * (1 if residual == "whole" else mesh.shape[TP[0]] * mesh.shape[TP[1]])
 
     @jaxtyped(typechecker=beartype)
@@ -331,16 +341,19 @@ def forward(
         *,
         lengths: Int[Host, " batch"] | None = None,
         mask: Bool[Host, "batch seq"] | None = None,
-        positions: Int[Host, "batch seq"] | None = None,
+        positions: Int[Host, "batch seq *axes"] | None = None,
+        features: Float[Host, "rows embed"] | None = None,
+        places: Int[Host, "batch seq"] | None = None,
     ) -> Any:
-        if lengths is not None and mask is not None:
-            raise InputError("decoder.forward: lengths and mask were both given: give one of them")
-        given = {"tokens": tokens, "lengths": lengths, "mask": mask, "positions": positions}
+        problems = _problems(declared.config, lengths, mask, positions, features, places)
+        fail_if([*problems, *_missing(declared.config, run, model.blocks)], "decoder.forward")
+        given = {"tokens": tokens, "lengths": lengths, "mask": mask, "positions": positions, "places": places}
         arrays = {k: pad(jnp.asarray(v), mesh.shape[DATA], seq_ways) for k, v in given.items() if v is not None}
+        arrays |= {} if features is None else {"features": jnp.asarray(features)}
         shard = jax.shard_map(
             lambda model, arrays: _forward(model, declared, run, **arrays),
             mesh=mesh,
-            in_specs=(layout.specs(declared), {k: sequence[k] for k in arrays}),
+            in_specs=(layout.specs(declared), {k: split[k] for k in arrays}),
             out_specs=out_specs,
             check_vma=True,
         )
@@ -351,6 +364,31 @@ def forward(
         return out if hidden is None else hidden if out is None else (out, hidden)
 
     return f
+
+
+def _problems(config: Config, lengths, mask, positions, features, places) -> Iterator[str]:
+    if lengths is not None and mask is not None:
+        yield "lengths and mask were both given: give one of them"
+    if (features is None) != (places is None):
+        yield "features and places go together: give both or neither"
+    if features is not None and features.shape[1] != config.embed:
+        yield f"features: width {features.shape[1]} is not the model's embed={config.embed}: give those of this model"
+    axes = () if positions is None else positions.shape[2:]
+    if axes not in ((), (len(config.rope.sections),)):
+        sections = config.rope.sections
+        yield f"positions: axes {axes} do not go with rope.sections={sections}: give one number for each section"
+
+
+def _missing(config: Config, run: Run, blocks: Block) -> Iterator[str]:
+    there, last = jax.tree.leaves(blocks)[0].shape[0], _last(config, run)
+    if there < last:
+        wanted = "logits come" if run.logits else f"hidden state {last} comes"
+        yield f"model has {there} blocks, and {wanted} after {last}: give it those"
+
+
+def _last(config: Config, run: Run) -> int:
+    """How many blocks are run."""
+    return config.layers if run.logits or run.hidden_states is None else run.hidden_states[-1]
 
 
 def _check_states(config: Config, states: tuple[int, ...] | None, logits: bool) -> None:
@@ -366,7 +404,7 @@ def _check_states(config: Config, states: tuple[int, ...] | None, logits: bool) 
 
 def pad(x: Array, batch_ways: int, seq_ways: int) -> Array:
     """x with zeros added until its batch, and its sequence if it has one, divide."""
-    ways = (batch_ways, seq_ways)[: x.ndim]
+    ways = (batch_ways, seq_ways, *[1] * x.ndim)[: x.ndim]
     extra = [(0, -size % way) for size, way in zip(x.shape, ways, strict=True)]
     return jnp.pad(x, extra) if any(after for _, after in extra) else x
 
@@ -385,7 +423,9 @@ def _forward(
     tokens: Int[Array, "batch seq"],
     lengths: Int[Array, " batch"] | None = None,
     mask: Bool[Array, "batch seq"] | None = None,
-    positions: Int[Array, "batch seq"] | None = None,
+    positions: Int[Array, "batch seq *axes"] | None = None,
+    features: Float[Array, "rows embed"] | None = None,
+    places: Int[Array, "batch seq"] | None = None,
 ) -> tuple[Float[Array, "batch seq vocab"] | None, Float[Array, "state batch part_seq embed"] | None]:
     """One device's logits and hidden states."""
     config, states = model.config, run.hidden_states
@@ -394,7 +434,10 @@ def _forward(
         positions = sequence_positions(tokens.shape[1])
     turn = rotary(config.rope, config.head_dim, positions)
     x = model.embed(tokens, run.dtype, run.residual, in_place=run.in_place)
-    layers = config.layers if run.logits or states is None else states[-1]
+    if features is not None and places is not None:
+        x = _replaced(x, features, places if run.residual == "whole" else own_share(places, TP))
+    layers = _last(config, run)
+    every = jax.tree.leaves(model.blocks)[0].shape[0] == layers
     slots = _slots(config, states)
     kept = None if slots is None else varying_like(jnp.zeros((len(states) + 1, *x.shape), x.dtype), x)
     kept = None if slots is None else kept.at[slots[0]].set(x)
@@ -402,7 +445,8 @@ def _forward(
     def body(carry, inputs):
         x, kept = carry
         block, layer = inputs
-        block = block_at(model.blocks, layer) if run.in_place else block
+        # Of more blocks than are run each is read where it lies: to cut the others off would copy those that are run.
+        block = block_at(model.blocks, layer) if run.in_place else block if every else _block(model.blocks, layer)
         block = layout.gather_at_rest(block, declared.blocks)
         q, kv = block.project(x, turn, run.residual)
         attended = by_window(
@@ -416,7 +460,7 @@ def _forward(
         return (x, kept), None
 
     body = jax.checkpoint(body, prevent_cse=False) if run.remat else body
-    blocks = None if run.in_place else jax.tree.map(lambda w: w[:layers], model.blocks)
+    blocks = model.blocks if every and not run.in_place else None
     (x, kept), _ = lax.scan(body, (x, kept), (blocks, jnp.arange(layers)))
     if states is not None and states[-1] < config.layers and not run.logits:
         return None, kept[:-1]
@@ -424,6 +468,17 @@ def _forward(
     if states is not None and states[-1] == config.layers:
         kept = kept.at[len(states) - 1].set(x)
     return model.logits(x, run.residual) if run.logits else None, None if kept is None else kept[:-1]
+
+
+def _block(blocks: Block, layer: Int[Array, ""]) -> Block:
+    return jax.tree.map(lambda w: lax.dynamic_index_in_dim(w, layer, keepdims=False), blocks)
+
+
+def _replaced(
+    x: Float[Array, "batch part_seq embed"], features: Float[Array, "rows embed"], places: Int[Array, "batch part_seq"]
+) -> Float[Array, "batch part_seq embed"]:
+    """The stream with rows of `features` at the tokens that have a place."""
+    return jnp.where(places[..., None] < 0, x, features.astype(x.dtype)[jnp.maximum(places, 0)])
 
 
 def _slots(config: Config, states: tuple[int, ...] | None) -> Int[Array, " states"] | None:
@@ -443,6 +498,80 @@ def gather_ends(model: Decoder, declared: Decoder, *, to: str = "varying") -> De
 def sequence_positions(seq: int) -> Int[Array, "one seq"]:
     """Global positions of this device's share of the sequence."""
     return (lax.axis_index(CONTEXT) * seq + jnp.arange(seq, dtype=jnp.int32))[None]
+
+
+@runtime_checkable
+class Encode(Protocol):
+    """See `encode`."""
+
+    def __call__(
+        self,
+        model: Decoder,
+        tokens: Int[Host, "batch seq"],
+        mask: Bool[Host, "batch seq"] | None = None,
+        *,
+        positions: Int[Host, "batch seq *axes"] | None = None,
+        features: Float[Host, "rows embed"] | None = None,
+        places: Int[Host, "batch seq"] | None = None,
+    ) -> Float[Array, "batch seq width"]: ...
+
+
+def encode(
+    declared: Decoder,
+    mesh: Mesh | AbstractMesh,
+    *,
+    layers: tuple[int, ...] | None = None,
+    residual: Residual = "whole",
+    dtype: Any = None,
+    in_place: bool = False,
+) -> Encode:
+    """The decoder as an encoder of text: the pure function `f(model, tokens, mask, *, positions, features, places)`.
+
+    It returns [batch, seq, width], split like batch and seq: for each token its states after the chosen layers one
+    after another, width = len(layers) * embed, on padding as well, as transformers has them. Blocks after the last of
+    the layers and the head are not run: the model may be one of `encoder_part(declared, layers)`, which lacks them.
+
+    f's arguments are those of `forward`; `mask` is True for tokens of the prompt, on whichever side the padding is.
+
+    Args:
+        layers: hidden states as transformers counts them, in ascending order: 0 is the embedding, i the stream after
+            block i. None is the last one, which comes after the final norm.
+        residual, dtype, in_place: as in `forward`.
+
+    Raises:
+        InputError: as `forward`.
+    """
+    states = (declared.config.layers,) if layers is None else layers
+    _check_states(declared.config, states, logits=False)
+    headless = dataclasses.replace(declared, head=None)
+    run = forward(headless, mesh, residual=residual, dtype=dtype, hidden_states=states, logits=False, in_place=in_place)
+
+    @jaxtyped(typechecker=beartype)
+    def f(
+        model: Decoder,
+        tokens: Int[Host, "batch seq"],
+        mask: Bool[Host, "batch seq"] | None = None,
+        *,
+        positions: Int[Host, "batch seq *axes"] | None = None,
+        features: Float[Host, "rows embed"] | None = None,
+        places: Int[Host, "batch seq"] | None = None,
+    ) -> Float[Array, "batch seq width"]:
+        model = dataclasses.replace(model, head=None)
+        hidden = run(model, tokens, mask=mask, positions=positions, features=features, places=places)
+        return jnp.concatenate(list(hidden), axis=-1)
+
+    return f
+
+
+def encoder_part(declared: Decoder, layers: tuple[int, ...] | None = None) -> Decoder:
+    """The declaration of what `encode` reads: the blocks up to the last of `layers`, and no head.
+
+    A checkpoint of the whole model restores to it, so that the rest is never loaded.
+    """
+    states = (declared.config.layers,) if layers is None else layers
+    _check_states(declared.config, states, logits=False)
+    blocks = jax.tree.map(lambda p: dataclasses.replace(p, shape=(states[-1], *p.shape[1:])), declared.blocks)
+    return dataclasses.replace(declared, blocks=blocks, head=None)
 
 
 LLAMA3 = Rope(theta=500000.0, scaling="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
@@ -484,6 +613,10 @@ PRESETS = {
     "qwen2.5-7b": Config(
         vocab=152064, embed=3584, layers=28, heads=28, kv_heads=4, head_dim=128, mlp=18944, norm_eps=1e-6, rope=MILLION,
         qkv_bias=True,
+    ),
+    "qwen2.5-vl-7b": Config(
+        vocab=152064, embed=3584, layers=28, heads=28, kv_heads=4, head_dim=128, mlp=18944, norm_eps=1e-6,
+        rope=Rope(theta=1e6, sections=(16, 24, 24)), qkv_bias=True, max_positions=128000,
     ),
     "qwen3-4b": Config(
         vocab=151936, embed=2560, layers=36, heads=32, kv_heads=8, head_dim=128, mlp=9728, norm_eps=1e-6, rope=MILLION,

@@ -25,6 +25,8 @@ class Rope:
             `original_positions / low_freq_factor`, keeps those whose wave is shorter than
             `original_positions / high_freq_factor`, and blends in between (Llama 3.1).
         factor, low_freq_factor, high_freq_factor, original_positions: its numbers.
+        sections: how many pairs each axis of a position turns, one axis after another, where positions have several
+            (frame, row and column of a token of an image); () where they are single numbers.
     """
 
     theta: float = 10000.0
@@ -33,6 +35,7 @@ class Rope:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_positions: int = 8192
+    sections: tuple[int, ...] = ()
 
     def __post_init__(self):
         problems = []
@@ -44,6 +47,7 @@ class Rope:
         if self.scaling == "llama3" and not self.low_freq_factor < self.high_freq_factor:
             low, high = self.low_freq_factor, self.high_freq_factor
             problems.append(f"low_freq_factor={low} is not below high_freq_factor={high}: swap them")
+        problems += [f"sections={self.sections}: {n} is below 0: change it" for n in self.sections if n < 0]
         fail_if(problems, "rope")
 
 
@@ -67,9 +71,14 @@ def _llama3(rope: Rope, plain: np.ndarray, scaled: np.ndarray) -> np.ndarray:
 Rotary = tuple[Float[Array, "rows seq half"], Float[Array, "rows seq half"]]
 
 
-def rotary(rope: Rope, head_dim: int, positions: Int[Array, "rows seq"]) -> Rotary:
-    """Cosine and sine of each position's angles, float32; `rows` is the batch, or 1 if all rows share positions."""
-    angles = positions[..., None].astype(jnp.float32) * frequencies(rope, head_dim)
+def rotary(rope: Rope, head_dim: int, positions: Int[Array, "rows seq *axes"]) -> Rotary:
+    """Cosine and sine of each position's angles, float32; `rows` is the batch, or 1 if all rows share positions.
+
+    Positions along several axes have one more dim, and the rope has sections.
+    """
+    by_axis = positions.ndim == 3
+    read = np.repeat(np.arange(len(rope.sections)), rope.sections) if by_axis else None
+    angles = (positions[..., read]).astype(jnp.float32) * frequencies(rope, head_dim)
     return jnp.cos(angles), jnp.sin(angles)
 
 

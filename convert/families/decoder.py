@@ -4,6 +4,7 @@ Facts taken from the configuration and modeling files of transformers 5 for thes
 configs (older field names included).
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -94,6 +95,7 @@ _THETA = {"qwen2_vl_text": 1e6, "qwen2_5_vl_text": 1e6, "qwen3_vl_text": 5e5}  #
 _HEAD_DIM = {"qwen3": 128, "qwen3_vl_text": 128}  # the same: not embed / heads
 _KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32, "qwen2_vl_text": 8, "qwen2_5_vl_text": 8, "qwen3_vl_text": 32}
 _WINDOW = {"mistral": 4096}
+_MROPE = (16, 24, 24)  # the same, of multimodal rotary
 _SIZES = (
     "vocab_size",
     "hidden_size",
@@ -112,6 +114,10 @@ def _whole(value: Any) -> bool:
 
 def _number(value: Any) -> bool:
     return type(value) in (int, float) and math.isfinite(value)
+
+
+def _sizes(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(type(n) is int and n >= 0 for n in value)
 
 
 def _names(value: Any) -> bool:
@@ -133,6 +139,7 @@ _FIELDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
         ),
         (lambda value: isinstance(value, Mapping), "an object"): ("rope_scaling", "rope_parameters"),
         (_names, "a list of names"): ("layer_types",),
+        (_sizes, "a list of whole numbers"): ("mrope_section",),
     }.items()
     for name in names
 }
@@ -158,6 +165,7 @@ def read_config(source: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) ->
     problems += [f"{name} is missing" for name in _SIZES if text.get(name) is None]
     fail_if(problems, f"config.json: model_type={kind!r} as given is not one that the decoder family runs")
     heads = text["num_attention_heads"]
+    head_dim = _first(text.get("head_dim"), _HEAD_DIM.get(kind), text["hidden_size"] // heads)
     window, windowed = _sliding(text, kind)
     return decoder.Config(
         vocab=text["vocab_size"],
@@ -165,10 +173,10 @@ def read_config(source: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) ->
         layers=text["num_hidden_layers"],
         heads=heads,
         kv_heads=_first(text.get("num_key_value_heads", _KV_HEADS.get(kind)), heads),
-        head_dim=_first(text.get("head_dim"), _HEAD_DIM.get(kind), text["hidden_size"] // heads),
+        head_dim=head_dim,
         mlp=text["intermediate_size"],
         norm_eps=float(_first(text.get("rms_norm_eps"), 1e-6)),
-        rope=_rope(text, kind),
+        rope=dataclasses.replace(_rope(text, kind), sections=_sections(text, kind, head_dim)),
         qkv_bias=kind.startswith("qwen2") or _flag(text, "attention_bias", kind),
         out_bias=_flag(text, "attention_bias", kind),
         mlp_bias=kind == "llama" and bool(text.get("mlp_bias", False)),
@@ -286,6 +294,13 @@ def _rope(text: Mapping[str, Any], kind: str) -> Rope:
             original_positions=int(rope["original_max_position_embeddings"]),
         )
     return Rope(theta=theta)
+
+
+def _sections(text: Mapping[str, Any], kind: str, head_dim: int) -> tuple[int, ...]:
+    """Pairs that time, row and column turn; Qwen3-VL mixes them in another way, which text alone does not show."""
+    if kind not in ("qwen2_vl_text", "qwen2_5_vl_text"):
+        return ()
+    return tuple(_rope_fields(text).get("mrope_section") or (_MROPE if sum(_MROPE) * 2 == head_dim else ()))
 
 
 def _sliding(text: Mapping[str, Any], kind: str) -> tuple[int | None, tuple[bool, ...] | None]:

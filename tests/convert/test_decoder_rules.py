@@ -192,6 +192,22 @@ def test_sizes_that_old_configs_leave_out_follow_the_model_type():
     assert read(**hf("qwen3", SMALL)).head_dim == 128
     assert read(**hf("mistral", SMALL)).sliding_window == 4096
     assert read(**hf("qwen2_5_vl_text", SMALL)).rope.theta == 1e6
+    assert read(**hf("qwen2_5_vl_text", SMALL)).rope.sections == ()
+    assert read(**hf("qwen2_5_vl_text", QWEN_VL)).rope.sections == (16, 24, 24)
+
+
+def test_sections_of_multimodal_rotary():
+    def sections(kind, *given, **more):
+        scaling = {"type": "mrope", "mrope_section": list(given)}
+        return read(**hf(kind, QWEN_VL, rope_scaling=scaling, **more)).rope.sections
+
+    assert sections("qwen2_5_vl_text", 16, 24, 24) == (16, 24, 24)
+    assert sections("qwen2_vl_text", 4, 30, 30) == (4, 30, 30)
+    assert sections("qwen3_vl_text", 24, 20, 20, head_dim=128) == ()
+    with pytest.raises(InputError, match=r"head_dim=128 is not twice the 8 of rope\.sections"):
+        sections("qwen2_5_vl_text", 2, 3, 3)
+    with pytest.raises(InputError, match="mrope_section='x' is not a list of whole numbers"):
+        read(**hf("qwen2_5_vl_text", QWEN_VL, rope_scaling={"type": "mrope", "mrope_section": "x"}))
 
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}

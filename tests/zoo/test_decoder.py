@@ -15,6 +15,7 @@ from shardzoo.zoo import decoder, layout
 from shardzoo.zoo.decoder import Config
 from shardzoo.zoo.families import config_from_json, config_to_json, find_preset
 from shardzoo.zoo.mesh import Degrees, make_mesh
+from shardzoo.zoo.rope import Rope
 
 B, S = 3, 19
 CONFIG = Config(
@@ -149,6 +150,50 @@ def test_hidden_states_without_logits_run_no_further_layer():
     np.testing.assert_allclose(got, np.asarray(want)[:2], rtol=1e-6, atol=1e-6)
 
 
+MASK = np.arange(S) >= np.array([[0], [7], [3]])  # padding on the left
+
+
+@pytest.mark.parametrize("states", [(0, 1), (1,), (1, 2), None])
+def test_encode_gives_the_states_of_the_chosen_layers_of_a_model_that_has_no_more(states):
+    declared, mesh = decoder.declare(CONFIG), make_mesh(data=2, tensor=2)
+    values = harsh(declared)
+    _, hidden = decoder.forward(declared, mesh, hidden_states=True)(
+        layout.place(declared, mesh, values), TOKENS, mask=MASK
+    )
+    want = np.concatenate([np.asarray(hidden[i]) for i in states or (2,)], axis=-1)
+    part = decoder.encoder_part(declared, states)
+    last = (states or (2,))[-1]
+    assert part.head is None and part.blocks.attn.q.weight.shape[0] == last
+    cut = dataclasses.replace(values, head=None, blocks=jax.tree.map(lambda w: w[:last], values.blocks))
+    for model in (layout.place(part, mesh, cut), layout.place(declared, mesh, values)):
+        for given in (part, declared):
+            got = jax.jit(decoder.encode(given, mesh, layers=states))(model, TOKENS, MASK)
+            np.testing.assert_allclose(np.asarray(got), want, rtol=0, atol=2e-6 * np.abs(want).max())
+    if last < 2:
+        with pytest.raises(InputError, match=f"model has {last} blocks, and hidden state 2 comes after 2"):
+            decoder.encode(declared, mesh)(layout.place(part, mesh, cut), TOKENS)
+
+
+def test_features_stand_in_for_embeddings():
+    """Rows of the embedding itself, given as features, change nothing; positions along axes that agree neither."""
+    config = dataclasses.replace(CONFIG, rope=Rope(sections=(1, 2, 0)))
+    declared = decoder.declare(config)
+    values = harsh(declared)
+    places = np.where(rng.random((B, S)) < 0.5, TOKENS, -1)
+    positions = np.repeat(np.arange(S)[None, :, None], 3, axis=-1).repeat(B, axis=0)
+    for degrees, options in ((dict(), {}), (dict(data=2, tensor=2, context=2), dict(residual="seq"))):
+        mesh = make_mesh(**degrees)
+        model, f = layout.place(declared, mesh, values), jax.jit(decoder.encode(declared, mesh, **options))
+        other = np.where(places < 0, TOKENS, 0)
+        got = f(model, other, MASK, features=values.embed.weight, places=places, positions=positions)
+        want = np.asarray(f(model, TOKENS, MASK))
+        np.testing.assert_allclose(np.asarray(got), want, rtol=0, atol=2e-6 * np.abs(want).max())
+    with pytest.raises(InputError) as error:
+        f(model, TOKENS, MASK, features=np.ones((4, 3), np.float32), positions=positions[..., :2])
+    for words in ("features and places go together", "features: width 3", "positions: axes (2,)"):
+        assert words in str(error.value)
+
+
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
 def test_weights_read_in_place_give_the_same(dtype):
     declared, mesh = decoder.declare(CONFIG, dtype), make_mesh(context=2)
@@ -202,6 +247,7 @@ PUBLISHED = {  # parameters, a tied head not counted
     "mistral-small-3.2-24b": 23_572_403_200,
     "qwen2.5-0.5b": 494_032_768,
     "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-vl-7b": 8_292_166_656 - 676_550_144,  # without the vision tower
     "qwen3-4b": 4_022_468_096,
     "qwen3-8b": 8_190_735_360,
 }
