@@ -189,7 +189,7 @@ def test_group_norm(degrees, height, offset):
 def test_group_norm_is_wide_inside():
     norm = GroupNorm(jnp.ones(4), jnp.zeros(4), groups=2)
     x = jnp.asarray(300 + normal(1, 8, 8, 4), jnp.bfloat16)
-    run = jax.shard_map(lambda a: norm(a, 8), mesh=make_mesh(), in_specs=P(), out_specs=P())
+    run = jax.shard_map(lambda a: norm(a, 8), mesh=make_mesh(), in_specs=split(x), out_specs=split(x))
     want = functional.group_norm(torch.tensor(first(np.asarray(x, np.float32))), 2, eps=1e-6)
     assert run(x).dtype == jnp.bfloat16
     np.testing.assert_allclose(first(np.asarray(run(x), np.float32)), want, atol=0.02)
