@@ -179,11 +179,12 @@ def _write_pictures(path: Path, pieces: Iterable[np.ndarray]) -> int:
     """Each frame to a file of its own in a folder; to a name of a file, the only one."""
     import PIL.Image
 
-    if not path.suffix:
+    alone = path.suffix == IMAGE
+    if not alone:
         path.mkdir()
     count = 0
     for frame in _each(pieces):
-        PIL.Image.fromarray(frame).save(path if path.suffix else path / f"{count:05d}{IMAGE}")
+        PIL.Image.fromarray(frame).save(path if alone else path / f"{count:05d}{IMAGE}")
         count += 1
     return count
 

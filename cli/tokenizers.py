@@ -80,8 +80,8 @@ def _folder(pipeline: Pipeline, name: str) -> PurePosixPath:
     named = [folder for folder in found if folder.name == name] or list(found)
     if len(named) != 1:
         raise InputError(
-            f"{pipeline.path}: no {DESCRIBED} in a folder {name!r} among its files"
-            f" ({', '.join(pipeline.files) or 'none'}): convert again from a folder that holds the tokenizer"
+            f"{pipeline.path}: no {DESCRIBED} among its files ({', '.join(pipeline.files) or 'none'}), in a folder"
+            f" {name!r}: convert again from a folder that holds the tokenizer"
         )
     return named[0]
 

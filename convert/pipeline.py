@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from shardzoo.checkpoints.forms import quantized_leaves
 from shardzoo.checkpoints.manifest import FileEntry, sha256
 from shardzoo.checkpoints.orbax_layout import CHECKPOINT_METADATA
 from shardzoo.checkpoints.pipeline import FILES, PARTIAL, Component, Pipeline, is_pipeline, open_pipeline
@@ -61,7 +62,12 @@ class Planned:
 
 
 def plan_components(
-    source: PipelineSource, names: list[str], *, dtype: str | None = None, variant: str | None = None
+    source: PipelineSource,
+    names: list[str],
+    *,
+    dtype: str | None = None,
+    quantize: str | None = None,
+    variant: str | None = None,
 ) -> dict[str, Planned]:
     """The plan of each component; reads headers only.
 
@@ -72,7 +78,7 @@ def plan_components(
     for name in names:
         try:
             with open_source(source.path(name), variant=variant) as opened:
-                plan = make_plan(opened, dtype=dtype)
+                plan = make_plan(opened, dtype=dtype, quantize=quantize, **source.reading.get(name, {}))
                 files = [(file.path, file.wrapper, file.size, file.mtime_ns) for file in opened.files]
         except InputError as error:
             problems.append(f"{name}: {error}")
@@ -88,6 +94,7 @@ def convert(
     *,
     components: tuple[str, ...] = (),
     dtype: str | None = None,
+    quantize: str | None = None,
     variant: str | None = None,
     memory_budget: int | None = None,
     dry_run: bool = False,
@@ -105,7 +112,8 @@ def convert(
         source: what `find_pipeline` found.
         dst: the folder to write.
         components: names of those to convert; all of them if none is named.
-        dtype, variant, memory_budget, dry_run, resume, overwrite, sync: as `convert.convert` takes them, for each.
+        dtype, quantize, variant, memory_budget, dry_run, resume, overwrite, sync: as `convert.convert` takes them, for
+            each.
         progress: told of each block.
 
     Raises:
@@ -114,17 +122,23 @@ def convert(
     """
     began = time.perf_counter()
     names = source.pick(components)
-    planned = plan_components(source, names, dtype=dtype, variant=variant)
+    alike: dict[str, Any] = {"dtype": dtype, "quantize": quantize, "variant": variant}
+    planned = plan_components(source, names, **alike)
     target = Path(os.path.abspath(dst))
     told = _told(progress, {name: one.plan.bytes_written for name, one in planned.items()})
-    options: dict[str, Any] = {"dtype": dtype, "variant": variant, "memory_budget": memory_budget, "sync": sync}
+    options: dict[str, Any] = {**alike, "memory_budget": memory_budget, "sync": sync}
+
+    def reading(name: str) -> dict[str, Any]:
+        return dict(source.reading.get(name, {}))
+
     if not (overwrite and is_pipeline(target)):
         _check_place(source, target, names)
     left = [one.plan.bytes_written for name, one in planned.items() if overwrite or not (target / name).exists()]
     _require_space(target, sum(left))
     if dry_run:
         reports = {
-            name: conversion.convert(source.path(name), target / name, dry_run=True, **options) for name in names
+            name: conversion.convert(source.path(name), target / name, dry_run=True, **options | reading(name))
+            for name in names
         }
         return _report(source, str(dst), reports, began)
     with contextlib.ExitStack() as stack:
@@ -134,7 +148,9 @@ def convert(
             stack.enter_context(locked(place, target))
             done = _begin(place, planned, resume=resume)
             reports = {
-                name: conversion.convert(source.path(name), place / name, resume=resume, progress=told(name), **options)
+                name: conversion.convert(
+                    source.path(name), place / name, resume=resume, progress=told(name), **options | reading(name)
+                )
                 for name in names
                 if name not in done
             }
@@ -311,12 +327,21 @@ def _pick(pipeline: Pipeline, names: tuple[str, ...]) -> list[str]:
     return [name for name in pipeline.components if not names or name in names]
 
 
+def _once(pipeline: Pipeline, names: list[str]) -> list[str]:
+    """The components that a source is put together from: the first of those that came from one place, which has all."""
+    first: dict[str, str] = {}
+    for name in names:
+        first.setdefault(pipeline.components[name].place, name)
+    return list(first.values())
+
+
 def export(
     pipeline: Pipeline,
     dst: str | Path,
     *,
     components: tuple[str, ...] = (),
     layout: str | None = None,
+    dequantize: bool = False,
     overwrite: bool = False,
     memory_budget: int | None = None,
     progress: Progress | None = None,
@@ -331,7 +356,13 @@ def export(
             refuses.
     """
     began = time.perf_counter()
-    names = _pick(pipeline, components)
+    names = _once(pipeline, _pick(pipeline, components))
+    quantized = [name for name in names if quantized_leaves(pipeline.checkpoint(name).manifest.leaves)]
+    if quantized and not dequantize:
+        raise InputError(
+            f"{pipeline.path}: weights of {', '.join(quantized)} are quantized: their full precision is lost; pass"
+            " dequantize=True (--dequantize) to write them as they were rounded"
+        )
     wanted = layout or pipeline.layout
     if wanted not in (pipeline.layout, "diffusers"):
         own = "" if pipeline.layout == "diffusers" else f", {pipeline.layout!r}"
@@ -350,6 +381,7 @@ def export(
                     pipeline.path / name,
                     parts / name,
                     layout=_layout_of(pipeline, name, wanted),
+                    dequantize=name in quantized,
                     memory_budget=memory_budget,
                     progress=told(name),
                 )

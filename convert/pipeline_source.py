@@ -15,7 +15,20 @@ from shardzoo.convert.hub import fetch_pipeline, is_hub_address
 from shardzoo.errors import InputError, fail_if
 
 MODEL_INDEX = "model_index.json"
-KINDS = {"WanPipeline": "wan", "WanImageToVideoPipeline": "wan"}  # class in model_index.json -> kind
+KINDS = {  # class in model_index.json -> kind
+    "FluxPipeline": "flux",
+    "Flux2Pipeline": "flux2",
+    "Flux2KleinPipeline": "flux2",
+    "QwenImageEditPipeline": "qwen-image",
+    "QwenImageEditPlusPipeline": "qwen-image",
+    "QwenImagePipeline": "qwen-image",
+    "WanPipeline": "wan",
+    "WanImageToVideoPipeline": "wan",
+}
+# Class -> components that are a part of the source of another one, which carries it along besides: name -> that
+# component, family, part.
+_EYES = {"image_encoder": ("text_encoder", "qwen2.5-vl-vision", "visual")}
+PARTS = {"QwenImageEditPipeline": _EYES, "QwenImageEditPlusPipeline": _EYES}
 MAX_SMALL_BYTES = 256 << 20
 
 _T5 = re.compile(r"models_t5.*\.(pth|safetensors)")
@@ -37,6 +50,7 @@ class PipelineSource:
         components: name -> where it is below the root, a folder or a file; "." is the root itself.
         files: small files to carry along, below the root.
         settings: what its own config files say.
+        reading: how to read a component that is a part of another one's source, as `convert` takes it.
     """
 
     root: Path
@@ -45,6 +59,7 @@ class PipelineSource:
     components: Mapping[str, str]
     files: tuple[str, ...]
     settings: Mapping[str, Any]
+    reading: Mapping[str, Mapping[str, str]] = dataclasses.field(default_factory=dict)
 
     def path(self, name: str) -> Path:
         """What to give to `convert` for a component."""
@@ -110,11 +125,13 @@ def _diffusers(root: Path) -> PipelineSource:
     small = [f"{key}/{name}" for key in listed if key not in components for name in _small(root / key)]
     plain = {key: value for key, value in index.items() if not isinstance(value, list) and not key.startswith("_")}
     settings = {"_class_name": name, **plain, "scheduler": _scheduler(root)}
+    parts = {key: part for key, part in PARTS.get(name, {}).items() if part[0] in components}
     return PipelineSource(
         root=root,
         kind=KINDS[name],
         layout="diffusers",
-        components=components,
+        components=components | {key: whole for key, (whole, *_) in parts.items()},
+        reading={key: {"family": family, "component": part} for key, (_, family, part) in parts.items()},
         files=(MODEL_INDEX, *small),
         settings=settings,
     )
