@@ -110,7 +110,7 @@ def positions(
     """
     found = np.zeros((*tokens.shape, 3), np.int32)
     waiting = [(t, rows // merge, columns // merge) for t, rows, columns in grids]
-    wanted, there = sum(map(np.prod, waiting)), int((tokens == image_token).sum())
+    wanted, there = sum(map(math.prod, waiting)), int((tokens == image_token).sum())
     fail_if([f"tokens: {there} of images, grids are of {wanted}: give one for each"] * (there != wanted), "positions")
     for row, ids in enumerate(tokens):
         kept = np.arange(len(ids)) if mask is None else np.flatnonzero(mask[row])
