@@ -1,0 +1,396 @@
+"""LoRA adapters out of the files that trainers write, divided over a model's weights.
+
+    style = adapters.read("style.safetensors", declared, strength=0.8)
+    declared, model = zoo.adapters.attach(declared, model, mesh, [style])
+
+Layouts, told apart by the names of the tensors:
+
+| layout    | name of A (that of B likewise)                            | alpha                                   |
+|-----------|-----------------------------------------------------------|-----------------------------------------|
+| PEFT      | `base_model.model.<path>.lora_A.weight`                   | adapter_config.json beside it           |
+| diffusers | `transformer.<path>.lora_A.weight` or `.lora.down.weight` | `<path>.alpha`, or the file's metadata  |
+| kohya     | `lora_unet_<path with underscores>.lora_down.weight`      | `<path>.alpha`                          |
+| ComfyUI   | `diffusion_model.<original path>.lora_down.weight`        | `<path>.alpha`                          |
+
+`<path>` may be that of any layout which the family converts. The family's own rules say which rows and columns of the
+source's weight become which leaf; the same rows of B and columns of A then belong to that leaf. So an adapter of a
+packed projection divides over the leaves that it was converted to, and several of one leaf come together in it.
+"""
+
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shardzoo.convert.families import FAMILIES, FamilyRules, Layout, rules_of
+from shardzoo.convert.names import batched_names
+from shardzoo.convert.plan import grouped
+from shardzoo.convert.recognise import WRAPPERS
+from shardzoo.convert.rules import Piece, expand, expected
+from shardzoo.convert.source import Source, open_source
+from shardzoo.errors import InputError, fail_if
+from shardzoo.strict_json import parse_object
+from shardzoo.zoo import families, layout
+from shardzoo.zoo.adapters import Adapter, Factors, declare_lora, lead_dims
+from shardzoo.zoo.layers import Linear
+from shardzoo.zoo.layout import LAYER
+from shardzoo.zoo.linears import BLOCK, input_dims, linear_layers, plain
+from shardzoo.zoo.weights import declared_base
+
+CONFIG = "adapter_config.json"
+METADATA = "lora_adapter_metadata"  # of diffusers, in the header of a safetensors file
+MOST_NAMED = 40
+FILES = tuple(f"{stem}.{end}" for end in ("safetensors", "bin") for stem in ("adapter_model", "pytorch_lora_weights"))
+_PART = re.compile(
+    r"(?P<module>.+?)\.(?:(?P<a>lora_A(?:\.[\w-]+)?\.weight|lora_down\.weight|lora\.down\.weight)"
+    r"|(?P<b>lora_B(?:\.[\w-]+)?\.weight|lora_up\.weight|lora\.up\.weight)|(?P<alpha>alpha))"
+)
+_OTHER_KINDS = {  # what a key ends in -> what it is of
+    r"dora_scale|lora_magnitude_vector(\.[\w-]+)?(\.weight)?": "DoRA",
+    r"hada_\w+(\.[\w-]+)?": "LoHa",
+    r"lokr_\w+(\.[\w-]+)?": "LoKr",
+    r"b?oft_\w+(\.[\w-]+)?(\.weight)?": "OFT",
+    r"ia3_\w+(\.[\w-]+)?": "IA3",
+    r"vera_\w+(\.[\w-]+)?": "VeRA",
+    r"lora_mid\.weight": "LoRA of a convolution in three parts",
+    r"lora_embedding_[AB](\.[\w-]+)?": "LoRA of an embedding",
+    r"lora_(B(\.[\w-]+)?|up)\.bias": "LoRA with biases",
+    r"diff(_b)?|set_weight": "a difference of whole weights",
+}
+_UNSUPPORTED = (  # by these fields of PEFT's config, where they are true
+    *("use_dora", "lora_bias", "fan_in_fan_out", "modules_to_save", "trainable_token_indices", "use_qalora"),
+)
+_UNDERSCORED = ("lora_unet_", "lora_transformer_", "lora_te1_", "lora_te2_", "lora_te3_", "lora_te_", "lycoris_")
+_PREFIXES = (*WRAPPERS, "unet.", "text_encoder.", "text_encoder_2.", "vae.")
+_PARTS = {  # prefix of a key -> the part that the adapter is for, where it says so
+    "text_encoder.": "text_encoder", "text_encoder_2.": "text_encoder", "lora_te_": "text_encoder",
+    "lora_te1_": "text_encoder", "lora_te2_": "text_encoder", "lora_te3_": "text_encoder", "vae.": "vae",
+    "transformer.": "transformer", "lora_unet_": "transformer", "lora_transformer_": "transformer",
+    "diffusion_model.": "transformer", "model.diffusion_model.": "transformer", "unet.": "transformer",
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class _Settings:
+    """What is said of ranks and alphas beside the tensors."""
+
+    alpha: float | None = None
+    alphas: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    rank: int | None = None
+    ranks: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    rooted: bool = False  # alpha / sqrt(rank) in place of alpha / rank
+
+    def ratio(self, module: str, rank: int, own: float | None) -> float:
+        """What B A is multiplied by; without any alpha it is 1."""
+        alpha = own if own is not None else _of_module(self.alphas, module, self.alpha)
+        if alpha is None:
+            return 1.0
+        return alpha / (math.sqrt(rank) if self.rooted else rank)
+
+
+def _of_module(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
+    """The value of the first pattern that the module's path ends in, as PEFT looks them up."""
+    for pattern, value in patterns.items():
+        if re.fullmatch(rf"(?:.*\.)?(?:{pattern.removeprefix('^')})", module):
+            return value
+    return default
+
+
+@dataclasses.dataclass
+class _Module:
+    """One adapted module of the file: keys of A and B, and its alpha."""
+
+    a: str | None = None
+    b: str | None = None
+    alpha: str | None = None
+
+
+def read(
+    path: str | Path,
+    declared: Any,
+    *,
+    strength: float = 1.0,
+    name: str | None = None,
+    family: str | None = None,
+    ignore: Sequence[str] = (),
+    dtype: Any = None,
+) -> Adapter:
+    """The adapter in a file or folder, for a model of this declaration.
+
+    Args:
+        path: a file of weights, or a folder as PEFT or diffusers write it.
+        declared: the model, as declared for running: of any split, quantized or not, with adapters or without.
+        strength: how much of it is wanted; `zoo.adapters.set_strengths` changes it.
+        name: what it is called beside the model's weights; by default after the file.
+        family: the model's family, where several have configs of its type.
+        ignore: beginnings of keys to leave out: parts of the file that are of another model ("lora_te1_").
+        dtype: of A and B; by default that of the weights.
+
+    Raises:
+        InputError: everything that does not fit, in one message: unknown modules, wrong shapes, halves of pairs,
+            adapters of another kind (DoRA, LoHa, LoKr, ...), each by name.
+    """
+    file = _find(Path(path))
+    rules = rules_of(family or _family_of(declared))
+    base = plain(declared)
+    with open_source(file) as source:
+        settings, problems = _settings(source, file)
+        modules = _modules(source, ignore, problems)
+        targets = _Targets(rules, base, modules)
+        pairs = targets.pairs(source, modules, settings, problems)
+        fail_if(problems, f"{path}: not an adapter for this model (family {rules.family})")
+        values = {m: (_read(source, p.a), _read(source, p.b)) for m, p in modules.items() if p.a and p.b}
+    layers = linear_layers(base)
+    found: dict[str, list[_Share]] = {}
+    for module, pieces, ratio in pairs:
+        a, b = values[module]
+        for piece in pieces:
+            found.setdefault(piece.target, []).append(_share(piece, layers[piece.target], a, b, ratio))
+    factors = {target: _factors(layers[target], shares, dtype) for target, shares in found.items()}
+    return Adapter(name=name or _name_of(file, Path(path)), strength=strength, factors=factors)
+
+
+def _find(path: Path) -> Path:
+    """The file of weights that `path` is or holds."""
+    if not path.is_dir():
+        if not path.exists():
+            raise InputError(f"{path}: there is no such file or folder")
+        return path
+    there = [path / name for name in FILES if (path / name).is_file()]
+    others = sorted(path.glob("*.safetensors"))
+    if not there and len(others) == 1:
+        return others[0]
+    if not there:
+        raise InputError(f"{path}: holds none of {', '.join(FILES)}: give the file itself")
+    return there[0]
+
+
+def _name_of(file: Path, given: Path) -> str:
+    stem = given.resolve().name if file.name in FILES and given.is_dir() else file.stem
+    return re.sub(r"[^A-Za-z0-9_-]+", "_", stem)[:60] or "lora"
+
+
+def _family_of(declared: Any) -> str:
+    config = type(getattr(declared, "config", None))
+    found = [name for name, one in families.FAMILIES.items() if one.config is config and name in FAMILIES]
+    if len(found) != 1:
+        raise InputError(f"adapters: the family of a model with config {config.__name__} is not clear: pass family=")
+    return found[0]
+
+
+def _read(source: Source, key: str) -> np.ndarray:
+    return np.array(source.read(key), np.float32)
+
+
+def _settings(source: Source, file: Path) -> tuple[_Settings, list[str]]:
+    """Ranks and alphas from adapter_config.json, or from the metadata of diffusers; and what is not supported."""
+    config = file.with_name(CONFIG)
+    if file.name.startswith("adapter_model") and config.is_file():
+        return _from_config(parse_object(config.read_bytes(), str(config)), CONFIG)
+    header = source.files[0].header
+    metadata = json.loads(header).get("__metadata__", {}) if header else {}
+    if METADATA not in metadata:
+        return _Settings(), []
+    packed = parse_object(metadata[METADATA].encode(), f"{file}: metadata {METADATA}")
+    own = {key.removeprefix("transformer."): value for key, value in packed.items()}
+    return _from_config(own, METADATA)
+
+
+def _from_config(config: Mapping[str, Any], where: str) -> tuple[_Settings, list[str]]:
+    problems = []
+    if config.get("peft_type", "LORA") != "LORA":
+        problems.append(f"{where}: peft_type={config['peft_type']!r} is not LORA")
+    unsupported = (
+        "use_dora",
+        "lora_bias",
+        "fan_in_fan_out",
+        "modules_to_save",
+        "trainable_token_indices",
+        "use_qalora",
+    )
+    problems += [f"{where}: {name}={config[name]!r} is not supported" for name in unsupported if config.get(name)]
+    if config.get("bias", "none") != "none":
+        problems.append(f"{where}: bias={config['bias']!r} is not supported: only 'none' is")
+    alpha, rank = config.get("lora_alpha"), config.get("r")
+    alphas, ranks = config.get("alpha_pattern") or {}, config.get("rank_pattern") or {}
+    for name in (*alphas, *ranks):
+        try:
+            re.compile(name)
+        except re.error as error:
+            problems.append(f"{where}: pattern {name!r} is no regular expression ({error})")
+    for name, value in (("lora_alpha", alpha), ("r", rank), *alphas.items(), *ranks.items()):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+            problems.append(f"{where}: {name}={value!r} is not a number")
+    settings = _Settings(alpha, alphas, rank, ranks, bool(config.get("use_rslora")))
+    return (_Settings() if problems else settings), problems
+
+
+def _modules(source: Source, ignore: Sequence[str], problems: list[str]) -> dict[str, _Module]:
+    """The file's tensors by module; those that are no A, B or alpha are problems."""
+    modules: dict[str, _Module] = {}
+    other: dict[str, list[str]] = {}
+    for key in source.tensors:
+        if key.startswith(tuple(ignore)):
+            continue
+        kind = next((kind for end, kind in _OTHER_KINDS.items() if re.search(rf"\.(?:{end})$", key)), None)
+        match = _PART.fullmatch(key)
+        if kind is not None or match is None:
+            other.setdefault(kind or "no A, B or alpha of a LoRA", []).append(key)
+            continue
+        module = modules.setdefault(match["module"], _Module())
+        part = next(part for part in ("a", "b", "alpha") if match[part])
+        if getattr(module, part) is not None:
+            problems.append(f"{key}: {getattr(module, part)} says the same of {match['module']}")
+        setattr(module, part, key)
+    for kind, keys in other.items():
+        problems.append(f"{len(keys)} tensors are {kind}, which is not supported: {batched_names(keys, 3)}")
+    if not modules and not other:
+        problems.append("holds no tensors" + (" but those to ignore" if ignore else ""))
+    return modules
+
+
+class _Targets:
+    """Which pieces of the model's leaves each module of the file is, in the layout that knows most of them."""
+
+    def __init__(self, rules: FamilyRules, declared: Any, modules: Iterable[str]):
+        self._layers, self._params, self._part = linear_layers(declared), layout.named(declared), rules.part
+        names = list(modules)
+        candidates = [_Known(rules, one, self._params) for one in rules.layouts]
+        self._known = max(candidates, key=lambda known: sum(known.find(name) is not None for name in names))
+
+    def pairs(
+        self, source: Source, modules: Mapping[str, _Module], settings: _Settings, problems: list[str]
+    ) -> list[tuple[str, list[Piece], float]]:
+        """Module, pieces and ratio of every sound pair; what is wrong with the others is added to `problems`."""
+        pairs, wrong, seen = [], {}, {}
+        for name, module in modules.items():
+            key = self._known.find(name)
+            problem = self._problem(source, name, module, key, settings)
+            if key is not None and seen.setdefault(key, name) != name:
+                problem = f"is {key}, as {seen[key]} is"
+            if problem is not None:
+                wrong[name] = problem
+                continue
+            assert key is not None and module.a is not None  # there was no problem
+            rank = source.tensors[module.a].shape[0]
+            own = None if module.alpha is None else float(np.asarray(source.read(module.alpha), np.float32).reshape(()))
+            ratio = settings.ratio(name, rank, own)
+            if not math.isfinite(ratio):
+                wrong[name] = f"alpha={own} is not a finite number"
+            pairs.append((name, self._known.pieces[key], ratio))
+        lines = grouped(wrong)
+        problems += lines[:MOST_NAMED] + ([f"and {len(lines) - MOST_NAMED} more"] if len(lines) > MOST_NAMED else [])
+        return pairs
+
+    def _problem(self, source: Source, name: str, module: _Module, key: str | None, settings: _Settings) -> str | None:
+        if key is None:
+            part = next((part for start, part in _PARTS.items() if name.startswith(start)), self._part)
+            other = f" (it is for a {part}, and this is a {self._part}: ignore= leaves it out)"
+            return "no module of this model" + (other if part != self._part else "")
+        if module.a is None or module.b is None:
+            return f"has no {'A (down)' if module.a is None else 'B (up)'}"
+        lacking = [piece.target for piece in self._known.pieces[key] if piece.target not in self._layers]
+        if lacking:
+            return f"is {lacking[0]}, which is not the weight of a linear layer: adapters go on those alone"
+        a, b = source.tensors[module.a], source.tensors[module.b]
+        shape = self._known.shapes[key]
+        if len(a.shape) != 2 or len(b.shape) != 2 or len(shape) != 2:
+            return f"A and B have the shapes {a.shape} and {b.shape} for a weight of {shape}: only matrices are read"
+        if (b.shape[0], a.shape[1]) != shape or a.shape[0] != b.shape[1] or a.shape[0] == 0:
+            return f"A and B have the shapes {a.shape} and {b.shape}, expected (r, {shape[1]}) and ({shape[0]}, r)"
+        if a.dtype.kind in "iub" or b.dtype.kind in "iub":
+            return f"A and B are of {a.dtype.name} and {b.dtype.name}, not floating point"
+        if module.alpha is not None and math.prod(source.tensors[module.alpha].shape) != 1:
+            return f"alpha has the shape {source.tensors[module.alpha].shape}: it must be one number"
+        rank = _of_module(settings.ranks, name, settings.rank)
+        return None if rank in (None, a.shape[0]) else f"is of rank {a.shape[0]}, and its config says {rank}"
+
+
+class _Known:
+    """The modules of a layout: path -> pieces and shape of its weight, also by the path with underscores."""
+
+    def __init__(self, rules: FamilyRules, layout: Layout, params: Mapping[str, Any]):
+        end = ".weight"
+        kind = rules.rules_in(layout)
+        self.pieces: dict[str, list[Piece]] = {}
+        for piece in expand(kind, params, layout.roots):
+            if piece.source.endswith(end):
+                self.pieces.setdefault(piece.source.removesuffix(end), []).append(piece)
+        shapes = {key.removesuffix(end): want.shape for key, want in expected(kind, params, layout.roots).items()}
+        self.shapes = {key: shapes[key] for key in self.pieces}
+        self._underscored: dict[str, str] = {key.replace(".", "_"): key for key in self.pieces}
+
+    def find(self, name: str) -> str | None:
+        """The module that a name of the file means, without the prefixes that trainers put before it."""
+        if "." not in name:
+            bare = next((name.removeprefix(start) for start in _UNDERSCORED if name.startswith(start)), name)
+            return self._underscored.get(bare)
+        while name not in self.pieces:
+            start = next((start for start in _PREFIXES if name.startswith(start)), None)
+            if start is None:
+                return None
+            name = name.removeprefix(start)
+        return name
+
+
+@dataclasses.dataclass(frozen=True)
+class _Share:
+    """One module's factors in one leaf: A (rank, *in) and B (*out, rank) of some ranges of it, and their ratio."""
+
+    at: Mapping[str, tuple[int, int]]
+    a: np.ndarray
+    b: np.ndarray
+    ratio: float
+
+
+def _share(piece: Piece, layer: Linear, a: np.ndarray, b: np.ndarray, ratio: float) -> _Share:
+    """The columns of A and rows of B that belong to a piece, in the dims of its leaf."""
+    at = dict(zip(declared_base(layer.weight).names, piece.at, strict=True))
+    inputs = input_dims(layer)
+    into = [at[dim][1] - at[dim][0] for dim in inputs]
+    out = [stop - start for dim, (start, stop) in at.items() if dim not in (LAYER, *inputs)]
+    rows, columns = (slice(*ranges) for ranges in piece.take)
+    assert b[rows].shape[0] == math.prod(out) and a[:, columns].shape[1] == math.prod(into), piece
+    rank = len(a)
+    return _Share(at, a[:, columns].reshape(rank, *into), b[rows].reshape(*out, rank), ratio)
+
+
+def _factors(layer: Linear, shares: list[_Share], dtype: Any) -> Factors:
+    """The factors of all of one leaf's modules, each in its layer and block.
+
+    Modules that share a layer and block take ranks of their own, one after another.
+    """
+    param, lead, inputs = declared_base(layer.weight), lead_dims(declared_base(layer.weight)), input_dims(layer)
+    placed = [(slot, share, sub) for share in shares for slot, sub in _slots(lead, share)]
+    first: dict[tuple[int, ...], int] = {}
+    starts = []
+    for slot, share, _ in placed:
+        starts.append(first.get(slot, 0))
+        first[slot] = starts[-1] + len(share.a)
+    declared = declare_lora(layer, max(first.values()), dtype)
+    a, b = np.zeros(declared.a.shape, declared.a.dtype), np.zeros(declared.b.shape, declared.b.dtype)
+    ratio = np.zeros(declared.ratio.shape, np.float32)
+    outputs = [dim for dim in param.names if dim not in (*lead, *inputs)]
+    for (slot, share, sub), start in zip(placed, starts, strict=True):
+        ranks = slice(start, start + len(share.a))
+        ratio[slot] = ratio[slot] or share.ratio
+        a[(*slot, ranks, *(slice(*share.at[dim]) for dim in inputs))] = share.a
+        scale = share.ratio / ratio[slot] if ratio[slot] else 1.0
+        b[(*slot, *(slice(*share.at[dim]) for dim in outputs), ranks)] = scale * sub
+    return Factors(a=a, b=b, ratio=ratio)
+
+
+def _slots(lead: tuple[str, ...], share: _Share) -> Iterator[tuple[tuple[int, ...], np.ndarray]]:
+    """Each layer and block of a share, and its rows of B; one A serves all blocks that a module packs."""
+    layers = [share.at[LAYER][0]] if LAYER in lead else []
+    if BLOCK not in lead:
+        yield tuple(layers), share.b
+        return
+    start, stop = share.at[BLOCK]
+    for block in range(start, stop):
+        yield (*layers, block), share.b[block - start]
