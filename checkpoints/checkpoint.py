@@ -12,6 +12,7 @@ import tensorstore as ts
 from jaxtyping import Shaped
 
 from shardzoo.checkpoints import store
+from shardzoo.checkpoints.forms import as_stored
 from shardzoo.checkpoints.grid import Block
 from shardzoo.checkpoints.manifest import ASSETS, FORMAT, Json, Leaf, Manifest, decode, sha256, version_problem
 from shardzoo.checkpoints.orbax_layout import CHECKPOINT_METADATA, MANIFEST_FILE, STAGING_SUFFIX
@@ -47,12 +48,13 @@ class Checkpoint:
 
     @property
     def declared(self) -> Any:
-        """The declaration of the model, with the dtypes in which its leaves are stored.
+        """The declaration of the model, as its leaves are stored: their dtypes, quantized weights, adapters.
 
         Raises:
             InputError: no such family, or a config of another version.
         """
-        declared, leaves = self.family.declare(self.config), self.manifest.leaves
+        leaves = self.manifest.leaves
+        declared = as_stored(self.family.declare(self.config), {path: leaf.spec for path, leaf in leaves.items()})
         params = named(declared)
         typed = {p: dc.replace(q, dtype=leaves[p].spec.dtype) if p in leaves else q for p, q in params.items()}
         return fill(declared, typed)

@@ -23,8 +23,10 @@ from shardzoo.checkpoints.checkpoint import Checkpoint, damage
 from shardzoo.checkpoints.checkpoint import open as open_checkpoint
 from shardzoo.checkpoints.grid import Block
 from shardzoo.checkpoints.manifest import Leaf
+from shardzoo.checkpoints.quantizing import Made, QuantizedWeight, weights_to_quantize
 from shardzoo.errors import InputError, fail_if
-from shardzoo.zoo.layout import HOST, Param, audit, fill, named
+from shardzoo.zoo import quantize as quantization
+from shardzoo.zoo.layout import HOST, LAYER, Param, astype, audit, fill, named
 
 BUDGET = 512 << 20  # bytes read and not yet on a device
 PIECE = 64 << 20  # bytes of one read: a larger shard goes to an accelerator piece by piece
@@ -38,6 +40,8 @@ def restore(
     family: str | None = None,
     dtype: Any = None,
     include: Iterable[str] | None = None,
+    part: bool = False,
+    quantize: str | None = None,
     verify: bool = False,
     budget: int = BUDGET,
     timeout: float = distributed.TIMEOUT,
@@ -54,6 +58,11 @@ def restore(
         family: the family that the checkpoint must be of.
         dtype: dtype of the restored floating-point leaves; as stored if None.
         include: patterns of leaf paths ("blocks.attn.*"); leaves that none matches stay `Param`.
+        part: `declared` may be a part of the stored model: some of its leaves, and of stacked blocks the first ones
+            (`decoder.encoder_part`).
+        quantize: hold the weights that `zoo.quantize` chooses in 8 bits, "int8" or "fp8". They are quantized as they
+            are read, some rows at a time; of a weight that is split on its inputs every process reads whole rows. The
+            result is what `convert` with the same option stores, and of the declaration `zoo.quantize.declare` gives.
         verify: compare checksums taken on the devices with the manifest.
         budget: bytes that this process holds between file and device.
         timeout: seconds to wait for the other processes at the end.
@@ -64,16 +73,27 @@ def restore(
         distributed.ProcessTimeout: another process did not finish in time.
     """
     ckpt = path if isinstance(path, Checkpoint) else open_checkpoint(path)
-    declared = _declaration(ckpt, declared, family, dtype)
+    if part and verify:
+        raise InputError("restore: verify=True compares whole leaves, and part=True reads parts: leave out one of them")
+    if quantize and verify:
+        raise InputError("restore: verify=True compares stored values, quantize= makes others: leave out one of them")
+    declared = _declaration(ckpt, declared, family, dtype, part)
+    declared = declared if quantize is None else _quantized(ckpt, declared, quantize, dtype)
     audit(declared, mesh)
     chosen = _choose(declared, include)
-    target = {p: _target_dtype(ckpt.leaf(p).spec.dtype, dtype) for p in chosen}
-    _check_wide({p: ckpt.leaf(p).spec.dtype if verify else target[p] for p in chosen})
-    read_as = {p: ckpt.leaf(p).spec.dtype for p in chosen} if verify else target
+    made = {} if quantize is None else weights_to_quantize(ckpt, named(declared))
+    stored = {p: q.dtype if p in made else ckpt.leaf(p).spec.dtype for p, q in chosen.items()}
+    target = {p: stored[p] if p in made or q.fixed else _target_dtype(stored[p], dtype) for p, q in chosen.items()}
+    read_as = stored if verify else target
+    _check_wide(read_as)
     problem, live = None, {}
     with jax.set_mesh(None):  # work on single devices is refused under the caller's mesh
         try:
-            live = _read_leaves(ckpt, {p: q.sharding(mesh) for p, q in chosen.items()}, read_as, budget)
+            shapes, shardings = (
+                {p: q.shape for p, q in chosen.items()},
+                {p: q.sharding(mesh) for p, q in chosen.items()},
+            )
+            live = _read_leaves(ckpt, shapes, shardings, read_as, budget, made)
         except InputError as error:
             problem = str(error)
         distributed.agree(f"restore {ckpt.path}", problem, timeout=timeout)
@@ -83,7 +103,7 @@ def restore(
     return fill(declared, {**named(declared), **live})
 
 
-def _declaration(ckpt: Checkpoint, declared: Any, family: str | None, dtype: Any) -> Any:
+def _declaration(ckpt: Checkpoint, declared: Any, family: str | None, dtype: Any, part: bool) -> Any:
     """The declaration to fill, checked against the manifest."""
     stored = ckpt.manifest.header.family
     if family is not None and family != stored:
@@ -91,21 +111,30 @@ def _declaration(ckpt: Checkpoint, declared: Any, family: str | None, dtype: Any
     given = declared is not None
     if not given:
         declared = ckpt.declared
-    problems = tree_problems(declared, ckpt.manifest.leaves, dtypes=given and dtype is None)
+    problems = tree_problems(declared, ckpt.manifest.leaves, dtypes=given and dtype is None, part=part)
     fail_if(problems, f"{ckpt.path}: does not hold the declared model")
     return declared
 
 
-def tree_problems(declared: Any, leaves: Mapping[str, Leaf], *, dtypes: bool) -> list[str]:
-    """Every way in which stored leaves are not those of a declaration."""
+def _quantized(ckpt: Checkpoint, declared: Any, kind: str, dtype: Any) -> Any:
+    """The declaration with its weights quantized."""
+    there = quantization.kind_of(declared)
+    if there not in (None, kind):
+        raise InputError(f"{ckpt.path}: quantize={kind!r}, and its weights are {there} already: leave quantize out")
+    return quantization.declare(declared if dtype is None else astype(declared, dtype), kind)
+
+
+def tree_problems(declared: Any, leaves: Mapping[str, Leaf], *, dtypes: bool, part: bool = False) -> list[str]:
+    """Every way in which stored leaves are not those of a declaration, which may be of a `part` of the model."""
     params = named(declared)
     problems = [f"{p}: declared, but not in the checkpoint" for p in params if p not in leaves]
-    problems += [f"{p}: in the checkpoint, but not declared" for p in leaves if p not in params]
+    problems += [f"{p}: in the checkpoint, but not declared" for p in leaves if p not in params and not part]
     for path, param in params.items():
         if path not in leaves:
             continue
         spec = leaves[path].spec
-        if spec.shape != tuple(param.shape):
+        first = part and LAYER in spec.dims[:1] and param.shape[1:] == spec.shape[1:] and param.shape < spec.shape
+        if spec.shape != tuple(param.shape) and not first:
             sizes = ", ".join(f"{d}={n}" for d, n in zip(spec.dims, spec.shape, strict=True))
             problems.append(f"{path}: stored with shape {list(spec.shape)} ({sizes}), declared {list(param.shape)}")
         elif spec.dims != param.names:
@@ -168,7 +197,12 @@ class _Reading:
 
 
 def _read_leaves(
-    ckpt: Checkpoint, shardings: Mapping[str, NamedSharding], dtypes: Mapping[str, np.dtype], budget: int
+    ckpt: Checkpoint,
+    shapes: Mapping[str, tuple[int, ...]],
+    shardings: Mapping[str, NamedSharding],
+    dtypes: Mapping[str, np.dtype],
+    budget: int,
+    made: Mapping[str, tuple[QuantizedWeight, Any]],
 ) -> dict[str, Array]:
     """Reads and places the blocks of every leaf, several at a time; leaves in the order of `shardings`."""
     ctx = store.context()
@@ -183,37 +217,54 @@ def _read_leaves(
             placed[job.path][device] = value
         return job.nbytes
 
-    for job in _jobs(ckpt, shardings, dtypes):
+    for job in _jobs(ckpt, shapes, shardings, dtypes, made):
         while waiting and free < job.nbytes:
             free += settle()
-        source = _source(ckpt, job, dtypes[job.path], ctx)
+        source = _source(ckpt, job, dtypes[job.path], ctx, made)
         waiting.append((job, source, None if _goes_in_pieces(job) else _read(source, job.cuts)))
         free -= job.nbytes
     while waiting:
         settle()
     for path, sharding in shardings.items():
-        arrays = [placed[path][d] for d in sharding.addressable_devices_indices_map(ckpt.leaf(path).spec.shape)]
-        live[path] = jax.make_array_from_single_device_arrays(ckpt.leaf(path).spec.shape, sharding, arrays)
+        arrays = [placed[path][d] for d in sharding.addressable_devices_indices_map(shapes[path])]
+        live[path] = jax.make_array_from_single_device_arrays(shapes[path], sharding, arrays)
     return live
 
 
-def _jobs(ckpt: Checkpoint, shardings: Mapping[str, NamedSharding], dtypes: Mapping[str, np.dtype]) -> Iterator[_Job]:
+def _jobs(
+    ckpt: Checkpoint,
+    shapes: Mapping[str, tuple[int, ...]],
+    shardings: Mapping[str, NamedSharding],
+    dtypes: Mapping[str, np.dtype],
+    made: Mapping[str, tuple[QuantizedWeight, Any]],
+) -> Iterator[_Job]:
     """The distinct blocks of this process; a block that several of its devices hold comes once."""
     for path, sharding in shardings.items():
-        shape = ckpt.leaf(path).spec.shape
+        shape = shapes[path]
+        item = max(dtypes[path].itemsize, 0 if path in made else ckpt.leaf(path).spec.dtype.itemsize)
         holders: dict[tuple, list[jax.Device]] = {}
         for device, index in sharding.addressable_devices_indices_map(shape).items():
             assert index is not None  # of addressable devices only
             at = tuple((s.start or 0, n if s.stop is None else s.stop) for s, n in zip(index, shape, strict=True))
             holders.setdefault(at, []).append(device)
         for at, devices in holders.items():
-            size = math.prod(b - a for a, b in at) * max(dtypes[path].itemsize, ckpt.leaf(path).spec.dtype.itemsize)
-            cuts, memory = ckpt.leaf(path).grid.outer, sharding.memory_kind
+            size = math.prod(b - a for a, b in at) * item
+            cuts, memory = () if path in made else ckpt.leaf(path).grid.outer, sharding.memory_kind
             yield _Job(path, tuple(slice(*r) for r in at), cuts, tuple(devices), memory, size)
 
 
-def _source(ckpt: Checkpoint, job: _Job, dtype: np.dtype, ctx: ts.Context) -> ts.TensorStore:
-    """The block as a TensorStore of `dtype`, in the leaf's own indices; nothing is read yet."""
+def _source(
+    ckpt: Checkpoint,
+    job: _Job,
+    dtype: np.dtype,
+    ctx: ts.Context,
+    made: Mapping[str, tuple[QuantizedWeight, Any]],
+) -> ts.TensorStore | Made:
+    """The block in `dtype`, in the leaf's own indices; nothing is read yet."""
+    if job.path in made:
+        weight, part = made[job.path]
+        weight.open(ctx)
+        return Made(weight, part, job.at, dtype)
     leaf = ckpt.leaf(job.path)
     try:
         array = store.open_array(ckpt.path / leaf.folder, leaf.spec, leaf.grid, ctx)
@@ -223,15 +274,20 @@ def _source(ckpt: Checkpoint, job: _Job, dtype: np.dtype, ctx: ts.Context) -> ts
     return array[job.at] if job.at else array
 
 
-def _read(source: ts.TensorStore, cuts: tuple[int, ...]) -> _Reading:
-    """Begins reading a block into host memory, file by file.
-
-    TensorStore's own results are aligned to 16 bytes; JAX on the CPU shares memory aligned to 64 and copies other.
-    """
-    dtype, count = source.dtype.numpy_dtype, math.prod(source.shape)
-    raw = np.empty(count * dtype.itemsize + 64, np.uint8)
+def _empty(shape: tuple[int, ...], dtype: np.dtype) -> Shaped[np.ndarray, "..."]:
+    """Host memory aligned to 64 bytes: JAX on the CPU shares such memory and copies other."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    raw = np.empty(nbytes + 64, np.uint8)
     start = -raw.ctypes.data % 64
-    host = raw[start : start + count * dtype.itemsize].view(dtype).reshape(source.shape)
+    return raw[start : start + nbytes].view(dtype).reshape(shape)
+
+
+def _read(source: ts.TensorStore | Made, cuts: tuple[int, ...]) -> _Reading:
+    """Begins reading a block into host memory, file by file."""
+    if isinstance(source, Made):
+        host = _empty(source.shape, source.numpy_dtype)
+        return _Reading(host, [source.begin(host)])
+    host = _empty(source.shape, source.dtype.numpy_dtype)
     low, high = source.domain.inclusive_min, source.domain.exclusive_max
     files = [
         [slice(max(at, a), min(at + cut, b)) for at in range(a // cut * cut, b, cut)]
@@ -250,12 +306,14 @@ def _shares_host_memory(devices: Iterable[jax.Device]) -> bool:
     return all(d.platform == "cpu" for d in devices)
 
 
-def _place(job: _Job, source: ts.TensorStore, reading: _Reading | None) -> dict[jax.Device, Array]:
+def _place(job: _Job, source: ts.TensorStore | Made, reading: _Reading | None) -> dict[jax.Device, Array]:
     """The block on each of its devices."""
     try:
         if reading is None:
             return _place_in_pieces(job, source)
         host = reading.result()
+    except InputError:
+        raise
     except (ValueError, OSError) as error:
         raise damage(job.path, error) from error
     placed = {device: job.put(host, device) for device in job.devices}
@@ -263,13 +321,20 @@ def _place(job: _Job, source: ts.TensorStore, reading: _Reading | None) -> dict[
     return placed
 
 
-def _place_in_pieces(job: _Job, source: ts.TensorStore) -> dict[jax.Device, Array]:
+def _cut(source: ts.TensorStore | Made, axis: int, start: int, stop: int) -> ts.TensorStore | Made:
+    if isinstance(source, Made):
+        return source.cut(axis, start, stop)
+    return source[(slice(None),) * axis + (slice(start, stop),)]
+
+
+def _place_in_pieces(job: _Job, source: ts.TensorStore | Made) -> dict[jax.Device, Array]:
     """As `_place`, with only two pieces of the block on the host at a time."""
-    shape, dtype, low = source.shape, source.dtype.numpy_dtype, source.domain.inclusive_min
+    shape, low = source.shape, tuple(at.start for at in job.at)
+    dtype = source.numpy_dtype if isinstance(source, Made) else source.dtype.numpy_dtype
     axis = next(d for d, n in enumerate(shape) if n > 1)
     rows = max(1, PIECE * shape[axis] // (math.prod(shape) * dtype.itemsize))
     starts = range(low[axis], low[axis] + shape[axis], rows)
-    parts = [source[(slice(None),) * axis + (slice(at, min(at + rows, starts.stop)),)] for at in starts]
+    parts = [_cut(source, axis, at, min(at + rows, starts.stop)) for at in starts]
     placed = {d: jnp.zeros(shape, dtype, device=d) for d in job.devices}
     reading = _read(parts[0], job.cuts)
     for i, at in enumerate(starts):

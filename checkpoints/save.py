@@ -18,6 +18,7 @@ from jaxtyping import Array, Shaped
 
 from shardzoo.checkpoints import distributed, sums
 from shardzoo.checkpoints.checkpoint import Checkpoint
+from shardzoo.checkpoints.forms import whole_path
 from shardzoo.checkpoints.grid import Block, Grid, LeafSpec
 from shardzoo.checkpoints.manifest import Json, ManifestHeader, sha256
 from shardzoo.checkpoints.staging import Staging, store_assets
@@ -32,8 +33,12 @@ from shardzoo.checkpoints.writer import (
     stored_bytes,
 )
 from shardzoo.errors import InputError, fail_if
+from shardzoo.zoo.adapters import names as adapter_names
 from shardzoo.zoo.families import FAMILIES, config_to_json
 from shardzoo.zoo.layout import HOST, named
+from shardzoo.zoo.quantize import kind_of
+
+FORMS = ("quantized", "adapters")  # what a header's detail says of the weights' forms
 
 
 def save(
@@ -69,7 +74,7 @@ def save(
     """
     dst = Path(path)
     leaves = _live_leaves(model, declared)
-    header = header or _header(model, source)
+    header = header or _header(model, declared, source)
     aside = source.manifest.carried if source else {}
     placed = _place(leaves, declared, {key: leaf.spec for key, leaf in aside.items()})
     token = distributed.share("save", uuid.uuid4().hex, timeout=timeout)[0]
@@ -109,16 +114,19 @@ def _live_leaves(model: Any, declared: Any) -> dict[str, Array]:
     return leaves
 
 
-def _header(model: Any, source: Checkpoint | None) -> ManifestHeader:
+def _header(model: Any, declared: Any, source: Checkpoint | None) -> ManifestHeader:
     """The header of the source, whose files no longer hold these values, or one made from the model's config."""
+    kind, names = kind_of(declared), adapter_names(declared)
+    forms = {**({"quantized": kind} if kind else {}), **({"adapters": names} if names else {})}
     if source is not None:
         sources = tuple(dc.replace(s, sha256=None) for s in source.manifest.header.sources)
-        return dc.replace(source.manifest.header, sources=sources)
+        came = {name: value for name, value in source.manifest.header.detail.items() if name not in FORMS}
+        return dc.replace(source.manifest.header, sources=sources, detail=came | forms)
     config = getattr(model, "config", None)
     family = next((f for f in FAMILIES.values() if f.config is type(config)), None)
     if family is None:
         raise InputError(f"save: model.config is {type(config).__name__}, of no registered family: pass header=")
-    return ManifestHeader(family=family.name, config=config_to_json(config))
+    return ManifestHeader(family=family.name, config=config_to_json(config), detail=forms)
 
 
 def _place(leaves: Mapping[str, Array], declared: Any, carried: Mapping[str, LeafSpec]) -> Placed:
@@ -256,7 +264,7 @@ def _put_together(
         total = functools.reduce(sums.add, (tuple(f["sums"]) for f in found), (0, 0))
         if sum(f["files"] for f in found) != sum(1 for _ in grid.indices()):
             return {}, f"{path}: not every file was written once: the processes hold it differently"
-        finished[path] = (sums.text(total), provenance.get(path, ()))
+        finished[path] = (sums.text(total), provenance.get(path, provenance.get(whole_path(path), ())))
     return finished, None
 
 

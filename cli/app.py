@@ -109,6 +109,13 @@ Select = Annotated[
     str | None,
     typer.Option(help="Which dict of a PyTorch file that holds several, e.g. ema or state/model.", show_default=False),
 ]
+Quantize = Annotated[
+    str | None,
+    typer.Option(
+        parser=options.parse_quantize, metavar="KIND", help="Weights of the blocks in 8 bits: int8 or fp8.",
+        show_default=False,
+    ),
+]  # fmt: skip
 MESH_HELP = "How to split: data, pipe, context, tensor, e.g. context=2,tensor=4."
 
 
@@ -145,6 +152,7 @@ def convert(
         Any,
         typer.Option(parser=options.parse_dtype, metavar="DTYPE", help="Store floats as float32, bfloat16 or float16."),
     ] = None,
+    quantize: Quantize = None,
     memory_budget: Budget = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything and say what would be written.")] = False,
     no_resume: Annotated[
@@ -169,6 +177,7 @@ def convert(
         variant=variant,
         select=select,
         dtype=dtype and dtype.name,
+        quantize=quantize,
         memory_budget=memory_budget,
         dry_run=dry_run,
         resume=not no_resume,
@@ -205,6 +214,7 @@ def audit(
         Any,
         typer.Option(parser=options.parse_dtype, metavar="DTYPE", help="With --topology: of the weights."),
     ] = "bfloat16",
+    quantize: Quantize = None,
     family: Family = None,
     component: Component = None,
     config: Config = None,
@@ -231,7 +241,7 @@ def audit(
         "variant": variant,
         "select": select,
     }
-    if not commands.audit(target, mesh, ahead=ahead or None, json=json, **reading):
+    if not commands.audit(target, mesh, ahead=ahead or None, quantize=quantize, json=json, **reading):
         raise typer.Exit(1)
 
 
@@ -260,6 +270,9 @@ def export(
         str | None,
         typer.Option(help="Layout to write: that of the source, if not given.", show_default=False),
     ] = None,
+    dequantize: Annotated[
+        bool, typer.Option("--dequantize", help="Write quantized weights as they were rounded, in their full dtype.")
+    ] = False,
     component: Component = None,
     memory_budget: Budget = None,
     overwrite: Overwrite = False,
@@ -273,6 +286,7 @@ def export(
         checkpoint,
         destination,
         layout=layout,
+        dequantize=dequantize,
         component=component,
         memory_budget=memory_budget,
         overwrite=overwrite,
@@ -365,6 +379,16 @@ def generate(
         bool,
         typer.Option("--offload", help="Keep the stacked blocks in host memory; one at a time comes to the devices."),
     ] = False,
+    quantize: Quantize = None,
+    lora: Annotated[
+        list[Any] | None,
+        typer.Option(
+            parser=options.parse_lora,
+            metavar="[PART:]FILE[=WEIGHT]",
+            help="LoRA adapter and how much of it; may be given several times. PART is a component of a pipeline.",
+            show_default=False,
+        ),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Restore a language model and let it reply to a prompt, or a pipeline and let it make images or a video.
@@ -397,7 +421,8 @@ def generate(
         "out": out,
         "overwrite": overwrite or None,
     }
-    common: dict[str, Any] = {"seed": seed, "dtype": dtype, "degrees": mesh, "offload": offload, "json": json}
+    held: dict[str, Any] = {"offload": offload, "quantize": quantize, "lora": lora}
+    common: dict[str, Any] = {"seed": seed, "dtype": dtype, "degrees": mesh, "json": json, **held}
     if commands.makes_images(checkpoint):
         commands.refuse_options(checkpoint, "is a pipeline", text)
         commands.generate_images(checkpoint, commands.prompts(prompt), **images, **common)

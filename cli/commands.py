@@ -21,6 +21,8 @@ from shardzoo.zoo import layout
 from shardzoo.zoo.families import TraceSizes, family_names, find_family
 from shardzoo.zoo.mesh import Degrees
 
+MODEL = "model"  # what the one model of a checkpoint that is no pipeline is called
+
 
 def convert(
     source: str,
@@ -129,11 +131,12 @@ def audit(
     *,
     component: list[str] | None,
     ahead: Ahead | None,
+    quantize: str | None,
     json: bool,
     **reading: Any,
 ) -> bool:
     """Prints the verdict on each mesh, for each component of a pipeline; whether all of them fit."""
-    found = targets.find_targets(target, component, **reading)
+    found = [_quantized(one, quantize) for one in targets.find_targets(target, component, **reading)]
     judged = [_Judged(one, [judging.judge(one.declared, degrees) for degrees in meshes]) for one in found]
     for one in judged:
         one.compiled = {} if ahead is None else _compile(one.target, one.verdicts, ahead)
@@ -144,6 +147,19 @@ def audit(
     else:
         say("\n".join(line for one in judged for line in one.lines()))
     return all(verdict.fits for one in judged for verdict in one.verdicts)
+
+
+def _quantized(target: targets.Target, kind: str | None) -> targets.Target:
+    """The target with its weights quantized, where it has some that can be."""
+    if kind is None:
+        return target
+    with uninterrupted():
+        from shardzoo.zoo import quantize
+
+    if not quantize.quantizable(target.declared, kind):
+        note(f"note: {target.name}: has no weights that are quantized")
+        return target
+    return dataclasses.replace(target, declared=quantize.declare(target.declared, kind))
 
 
 @dataclasses.dataclass
@@ -312,12 +328,14 @@ def generate(
     dtype: np.dtype | None,
     degrees: Degrees,
     offload: bool,
+    quantize: str | None,
+    lora: list[Any] | None,
     json: bool,
 ) -> None:
     """Restores the model onto the mesh and prints its replies."""
     with uninterrupted():
         from shardzoo import checkpoints
-        from shardzoo.cli import chat
+        from shardzoo.cli import chat, weights
 
     options = ReplyOptions(
         max_new_tokens=128 if max_new_tokens is None else max_new_tokens,
@@ -327,12 +345,14 @@ def generate(
         seed=seed,
     )
     found = checkpoints.open(checkpoint)
-    declared = layout.keep_on_host(found.declared) if offload else found.declared
+    plain = layout.keep_on_host(found.declared) if offload else found.declared
     if found.family.text is None:
         raise InputError(f"{checkpoint}: generate runs language models, and this is {found.family.name!r}")
     if dtype is not None and dtype.itemsize < 2:
         raise InputError(f"generate: dtype={dtype.name} is for storage: run in float32, bfloat16 or float16")
-    layout.audit(declared, degrees)
+    layout.audit(plain, degrees)
+    models = weights.Models({MODEL: plain}, weights.Held(quantize=quantize, loras=tuple(lora or ())), usual=MODEL)
+    declared = models.declared[MODEL]
     text = chat.read_text_assets(found.assets, str(checkpoint))
     ids = [text.encode(one) if raw else text.encode_chat(one, system) for one in texts]
     with uninterrupted():
@@ -340,7 +360,7 @@ def generate(
     _check_request(engine, declared, ids, options)
     begin = time.monotonic()
     with _room_named(checkpoint, degrees):
-        model, mesh = _restore(found, declared, degrees, dtype)
+        model, mesh = _restore(found, models, degrees, dtype)
         restored = time.monotonic()
         replies = _reply(engine, declared, mesh, model, ids, text.end_ids, options)
     seconds = {"restore": restored - begin, "generate": time.monotonic() - restored}
@@ -418,13 +438,15 @@ def generate_images(
     dtype: np.dtype | None,
     degrees: Degrees,
     offload: bool,
+    quantize: str | None,
+    lora: list[Any] | None,
     json: bool,
     **wanted: Any,
 ) -> None:
     """Makes images or a video by a pipeline and says where they are."""
     with uninterrupted():
         from shardzoo.checkpoints.pipeline import open_pipeline
-        from shardzoo.cli import diffusion, media
+        from shardzoo.cli import diffusion, media, weights
         from shardzoo.zoo.pipelines import Wanted
 
     if out is None:
@@ -446,6 +468,7 @@ def generate_images(
             dtype=dtype,
             degrees=degrees,
             offload=offload,
+            held=weights.Held(quantize=quantize, loras=tuple(lora or ())),
             on_step=progress,
         )
     if json:
@@ -474,15 +497,15 @@ def _room_named(checkpoint: Path, degrees: Degrees) -> Iterator[None]:
         ) from error
 
 
-def _restore(found: Any, declared: Any, degrees: Degrees, dtype: np.dtype | None) -> tuple[Any, Any]:
+def _restore(found: Any, models: Any, degrees: Degrees, dtype: np.dtype | None) -> tuple[Any, Any]:
     """The live model on its mesh, and the mesh."""
-    from shardzoo import checkpoints
     from shardzoo.cli.devices import start_mesh
 
+    declared = models.declared[MODEL]
     mesh = start_mesh(layout.with_kv(declared, degrees))
     layout.audit(declared, mesh)
     with working("restoring"):
-        return checkpoints.restore(found, mesh, declared=declared, dtype=dtype), mesh
+        return models.restore(MODEL, found, mesh, dtype=dtype), mesh
 
 
 def _reply(

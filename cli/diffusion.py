@@ -8,11 +8,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from shardzoo import checkpoints
 from shardzoo.checkpoints.pipeline import Pipeline
 from shardzoo.cli import media
 from shardzoo.cli.devices import start_mesh
 from shardzoo.cli.tokenizers import read_tokenizer
+from shardzoo.cli.weights import Held, Models
 from shardzoo.errors import InputError, fail_if
 from shardzoo.progress import Progress
 from shardzoo.zoo import layout
@@ -58,6 +58,7 @@ def generate(
     dtype: np.dtype | None,
     degrees: Degrees,
     offload: bool,
+    held: Held,
     on_step: Progress | None,
 ) -> Made:
     """Makes images or a video and writes them.
@@ -67,7 +68,9 @@ def generate(
     """
     kind = find_kind(pipeline.kind)
     settings = _settings(kind, pipeline, shift)
-    parts = _parts(kind, pipeline, settings, dtype, offload)
+    plain = _parts(kind, pipeline, settings, dtype, offload)
+    models = Models(plain, held, usual=TRANSFORMER, unquantized=(VAE,))
+    parts = models.declared
     request = kind.request(parts, settings, wanted, lambda name: read_tokenizer(pipeline, name))
     kind.check(parts, settings, request)
     rate = kind.frame_rate(settings)
@@ -80,8 +83,7 @@ def generate(
 
     def live(name: str) -> Any:
         told.say(f"restoring {name}")
-        found = pipeline.checkpoint(name)
-        return checkpoints.restore(found, mesh, declared=parts[name], part=True, dtype=None if name == VAE else dtype)
+        return models.restore(name, pipeline.checkpoint(name), mesh, part=True, dtype=None if name == VAE else dtype)
 
     components = Components(declared=parts, live=live)
     begin = time.monotonic()

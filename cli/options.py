@@ -4,7 +4,9 @@ A value that cannot be read at all is wrong usage (exit status 2); one that read
 problem with the input (exit status 1) and is found later.
 """
 
+import math
 import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -44,6 +46,32 @@ def parse_dtype(text: str) -> np.dtype:
     except InputError as error:
         raise typer.BadParameter(str(error)) from error
     return np.dtype(dtype)
+
+
+def parse_quantize(text: str) -> str:
+    """What weights are quantized to."""
+    if text not in ("int8", "fp8"):
+        raise typer.BadParameter(f"{text!r} is not one of int8, fp8")
+    return text
+
+
+def parse_lora(text: str) -> Any:
+    """`style.safetensors=0.8`, `transformer_2:low.safetensors` or a plain path (`Lora`)."""
+    from shardzoo.cli.weights import Lora
+
+    path, weight, component = text, 1.0, None
+    before, equals, after = text.rpartition("=")
+    if equals and not Path(text).exists():
+        try:
+            path, weight = before, float(after)
+        except ValueError:
+            raise typer.BadParameter(f"{after!r} in {text!r} is not a number: write FILE=0.8") from None
+    part, colon, rest = path.partition(":")
+    if colon and re.fullmatch(r"\w+", part) and not Path(path).exists():
+        path, component = rest, part
+    if not path or not math.isfinite(weight):
+        raise typer.BadParameter(f"{text!r} is not a file and a finite weight: write for example style.safetensors=0.8")
+    return Lora(path=Path(path), strength=weight, component=component)
 
 
 def parse_bytes(text: str) -> int:

@@ -9,7 +9,9 @@ from shardzoo.cli.terminal import size_text
 def conversion_lines(report: Any) -> Iterator[str]:
     """What a conversion did, or would do (`convert.convert.Report`)."""
     renamed = f", prefix {report.prefix!r} taken off" if report.prefix else ""
-    cast = f", floats cast to {report.cast}" if report.cast else ", every bit kept"
+    kept = "" if report.quantized else ", every bit kept"
+    cast = f", floats cast to {report.cast}" if report.cast else kept
+    cast += f", weights of blocks quantized to {report.quantized}" if report.quantized else ""
     yield f"{report.source}: {report.family}, layout {report.layout}{renamed}{cast}"
     yield (
         f"{report.tensors} tensors ({size_text(report.bytes_read)}) {'would be' if report.dry_run else 'are'}"
@@ -27,11 +29,20 @@ def verification_lines(report: Any) -> Iterator[str]:
         yield f"{report.checkpoint}: whole ({report.files} files, {report.leaves} arrays; {means})"
     else:
         cast = f", after the cast to {report.cast}" if report.cast else ""
+        cast += " but for what was quantized" if report.rounding else ""
         yield (
             f"{report.checkpoint}: equals {report.source} bit for bit{cast}:"
             f" {len(report.tensors)} tensors, {size_text(report.bytes_compared)}"
         )
+    if report.source is not None and report.rounding is not None:
+        yield from _rounding_lines(report.rounding)
     yield f"in {report.seconds:.1f} s"
+
+
+def _rounding_lines(rounding: Any) -> Iterator[str]:
+    groups = ", ".join(f"{name} {error:.3%}" for name, error in rounding.groups.items())
+    yield f"quantized to {rounding.kind}: error {rounding.error:.3%} of the weights' root mean square ({groups})"
+    yield f"furthest off: {rounding.worst} by {rounding.worst_error:.3%}"
 
 
 def export_lines(report: Any) -> Iterator[str]:

@@ -226,8 +226,15 @@ def _from_config(config: Mapping[str, Any], where: str) -> tuple[_Settings, list
     for name, value in (("lora_alpha", alpha), ("r", rank), *alphas.items(), *ranks.items()):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
             problems.append(f"{where}: {name}={value!r} is not a number")
-    settings = _Settings(alpha, alphas, rank, ranks, bool(config.get("use_rslora")))
-    return (_Settings() if problems else settings), problems
+    if problems:
+        return _Settings(), problems
+    return _Settings(
+        alpha=None if alpha is None else float(alpha),
+        alphas={name: float(value) for name, value in alphas.items()},
+        rank=rank,
+        ranks=ranks,
+        rooted=bool(config.get("use_rslora")),
+    ), []
 
 
 def _modules(source: Source, ignore: Sequence[str], problems: list[str]) -> dict[str, _Module]:

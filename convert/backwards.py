@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from shardzoo.checkpoints.checkpoint import Checkpoint
+from shardzoo.checkpoints.forms import quantized_leaves
 from shardzoo.checkpoints.manifest import Source, dtype_of
 from shardzoo.convert.rules import Ranges
 from shardzoo.convert.safetensors import DTYPES
@@ -118,11 +119,12 @@ def _why_new(source: Source, dtypes: Mapping[str, str], tensors: Mapping[str, Te
 
 def cast_of(checkpoint: Checkpoint) -> str | None:
     """The dtype in which parameters are stored that came in another one, or None if all are stored as they came."""
+    quantized = {values for values, _ in quantized_leaves(checkpoint.manifest.leaves).values()}
     found = {
         leaf.spec.dtype.name
-        for leaf in checkpoint.manifest.leaves.values()
+        for path, leaf in checkpoint.manifest.leaves.items()
         for record in leaf.provenance
-        if record["dtype"] != leaf.spec.dtype.name
+        if record["dtype"] != leaf.spec.dtype.name and path not in quantized
     }
     return ", ".join(sorted(found)) or None
 

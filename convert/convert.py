@@ -41,6 +41,7 @@ class Report:
         source, destination: paths as given.
         family, layout, prefix: what the source was recognised as.
         cast: dtype that parameters were cast to, or None.
+        quantized: what weights were quantized to, or None.
         leaves: number of arrays written, carried ones included.
         tensors: number of source tensors stored.
         files: source file -> SHA-256 (None in a dry run).
@@ -60,6 +61,7 @@ class Report:
     layout: str
     prefix: str
     cast: str | None
+    quantized: str | None
     leaves: int
     tensors: int
     files: dict[str, str | None]
@@ -88,14 +90,16 @@ def plan_conversion(
     prefix: str | None = None,
     variant: str | None = None,
     select: str | None = None,
+    quantize: str | None = None,
 ) -> Plan:
     """What `convert` with these arguments would write; reads headers only.
 
     Raises:
         InputError: everything about the source that stands in the way, in one message.
     """
+    reading: dict[str, Any] = {"family": family, "component": component, "dtype": dtype, "quantize": quantize}
     with open_source(src, variant=variant, select=select) as source:
-        return make_plan(source, family=family, component=component, dtype=dtype, config=config, prefix=prefix)
+        return make_plan(source, config=config, prefix=prefix, **reading)
 
 
 def convert(
@@ -109,6 +113,7 @@ def convert(
     prefix: str | None = None,
     variant: str | None = None,
     select: str | None = None,
+    quantize: str | None = None,
     memory_budget: int | None = None,
     dry_run: bool = False,
     resume: bool = True,
@@ -118,13 +123,13 @@ def convert(
 ) -> Report:
     """Converts a folder, weight file or index of weights to a checkpoint at `dst`.
 
-    Every tensor keeps its bits unless `dtype` says otherwise. Stopped at any point it leaves nothing that looks whole;
-    run again with the same arguments it carries on.
+    Every tensor keeps its bits unless `dtype` or `quantize` says otherwise. Stopped at any point it leaves nothing that
+    looks whole; run again with the same arguments it carries on.
 
     Args:
         src: what to convert.
         dst: where the checkpoint will be.
-        family, component, dtype, config, prefix: see `make_plan`.
+        family, component, dtype, config, prefix, quantize: see `make_plan`.
         variant, select: see `open_source`.
         memory_budget: bytes of values in flight (default 128 MiB, or what the largest block needs if that is more);
             peak memory is about this and the interpreter.
@@ -141,8 +146,9 @@ def convert(
     """
     began = time.perf_counter()
     few_arenas()
+    reading: dict[str, Any] = {"family": family, "component": component, "dtype": dtype, "quantize": quantize}
     with held_back() as interrupt, open_source(src, variant=variant, select=select) as source:
-        plan = make_plan(source, family=family, component=component, dtype=dtype, config=config, prefix=prefix)
+        plan = make_plan(source, config=config, prefix=prefix, **reading)
         target = Path(os.path.abspath(dst))
         if not overwrite or not _is_checkpoint(target):
             check_destination(target)
@@ -251,6 +257,7 @@ def _header(source: Source, plan: Plan) -> ManifestHeader:
             "index": source.index_name,
             "hub": dataclasses.asdict(source.hub) if source.hub else None,
             "tensors": _tensor_table(source),
+            **({"quantized": plan.quantized} if plan.quantized else {}),
         },
     )
 
@@ -298,6 +305,7 @@ def _report(plan: Plan, **rest: Any) -> Report:
         layout=plan.layout,
         prefix=plan.prefix,
         cast=plan.cast.name if plan.cast else None,
+        quantized=plan.quantized,
         leaves=len(plan.leaves),
         tensors=len(stored),
         bytes_read=plan.bytes_read,

@@ -24,6 +24,8 @@ import numpy as np
 
 from shardzoo.checkpoints.checkpoint import Checkpoint
 from shardzoo.checkpoints.checkpoint import open as open_checkpoint
+from shardzoo.checkpoints.dequantized import dequantized
+from shardzoo.checkpoints.forms import LORA, quantized_leaves
 from shardzoo.checkpoints.grid import Grid
 from shardzoo.checkpoints.journal import Journal
 from shardzoo.checkpoints.store import storage_error, sync_folder, write_file
@@ -31,6 +33,7 @@ from shardzoo.convert.backwards import OutFile, OutPiece, cast_of, files_of, ind
 from shardzoo.convert.convert import BUDGET
 from shardzoo.convert.families import FAMILIES, FamilyRules, Layout, rules_of
 from shardzoo.convert.memory import few_arenas, peak_memory
+from shardzoo.convert.names import batched_names
 from shardzoo.convert.relayout import Relayout, misfits, relayout
 from shardzoo.convert.replacing import locked, replacing
 from shardzoo.convert.stopping import Interrupt, Stopped, held_back
@@ -84,6 +87,7 @@ def export(
     dst: str | Path,
     *,
     layout: str | None = None,
+    dequantize: bool = False,
     overwrite: bool = False,
     memory_budget: int | None = None,
     progress: Progress | None = None,
@@ -99,6 +103,7 @@ def export(
         ckpt: the checkpoint.
         dst: the folder to write.
         layout: "transformers", "diffusers", ...; by default the one it was converted from.
+        dequantize: write quantized weights as values times scales, in the dtype of the scales; refused without it.
         overwrite: replace a folder of weights at `dst` once the new one is whole.
         memory_budget: bytes of values in flight (default 128 MiB).
         progress: told of each block.
@@ -108,7 +113,7 @@ def export(
             converted; a destination that exists, is full or not writable; a file that does not come out as it went in.
     """
     began = time.perf_counter()
-    checkpoint = ckpt if isinstance(ckpt, Checkpoint) else open_checkpoint(ckpt)
+    checkpoint = _plain(ckpt if isinstance(ckpt, Checkpoint) else open_checkpoint(ckpt), dequantize)
     other = _other_layout(checkpoint, layout)
     budget = BUDGET if memory_budget is None else memory_budget
     if budget < COPIES * LEAST_BLOCK:
@@ -117,7 +122,7 @@ def export(
         )
     few_arenas()
     made = Relayout(files=files_of(checkpoint), notes=()) if other is None else relayout(checkpoint, *other)
-    files = made.files
+    files = [_rounded(file) for file in made.files] if dequantize else made.files
     target = Path(os.path.abspath(dst))
     with contextlib.ExitStack() as stack:
         interrupt = stack.enter_context(held_back())
@@ -141,6 +146,37 @@ def export(
         seconds=time.perf_counter() - began,
         peak_memory=peak_memory(),
     )
+
+
+def _rounded(file: OutFile) -> OutFile:
+    why = "its weights were quantized, and are written as they were rounded"
+    return dataclasses.replace(file, why_changed=file.why_changed and why)
+
+
+def _plain(checkpoint: Checkpoint, dequantize: bool) -> Checkpoint:
+    """The checkpoint, or where it is quantized and that is wanted the view of it with plain weights.
+
+    Raises:
+        InputError: weights that no PyTorch layout has a place for: with adapters, or quantized.
+    """
+    leaves = checkpoint.manifest.leaves
+    adapted = list(dict.fromkeys(path.partition(LORA)[0] for path in leaves if LORA in path))
+    if adapted:
+        raise InputError(
+            f"{checkpoint.path}: holds adapters beside {len(adapted)} weights ({batched_names(adapted, 3)}), which no"
+            " layout has a place for: restore it, merge them (`zoo.adapters.merge`), and save that"
+        )
+    quantized = quantized_leaves(leaves)
+    if quantized and not dequantize:
+        kinds = sorted({leaves[values].spec.dtype.name for values, _ in quantized.values()})
+        raise InputError(
+            f"{checkpoint.path}: {len(quantized)} weights are quantized to {' and '.join(kinds)}"
+            f" ({batched_names(list(quantized), 3)}): their full precision is lost; pass dequantize=True (--dequantize)"
+            " to write them as they were rounded"
+        )
+    if dequantize and not quantized:
+        raise InputError(f"{checkpoint.path}: no weight is quantized: leave dequantize (--dequantize) out")
+    return dequantized(checkpoint) if quantized else checkpoint
 
 
 def _other_layout(checkpoint: Checkpoint, layout: str | None) -> tuple[FamilyRules, Layout] | None:

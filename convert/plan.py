@@ -13,14 +13,16 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from shardzoo.checkpoints.forms import quantized_leaves
 from shardzoo.checkpoints.grid import SMALL_LEAF, LeafSpec
 from shardzoo.checkpoints.manifest import CARRIED, canonical
 from shardzoo.convert.families import FamilyRules, Layout
 from shardzoo.convert.finding import find_family, find_layout, looks, without_prefix
-from shardzoo.convert.rules import Expected, Piece, expand, expected, gaps, unit
+from shardzoo.convert.rules import Expected, Piece, expand, expected, gaps, layer_numbers, unit
 from shardzoo.convert.source import Source, TensorInfo, row_blocks
 from shardzoo.errors import InputError, fail_if
 from shardzoo.zoo import layout as zoo_layout
+from shardzoo.zoo import quantize as quantization
 from shardzoo.zoo.families import config_to_json
 from shardzoo.zoo.layout import Param
 
@@ -54,11 +56,20 @@ _TIE_BLOCK = 8 << 20
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LeafPlan:
-    """One array to be written, and the pieces it is made of; `dtype` is that of the source's tensors."""
+    """One array to be written, and the pieces it is made of; `dtype` is that of the source's tensors.
+
+    The values of a quantized weight name the leaf of its `scales`, which is made of no pieces but of these values.
+    """
 
     spec: LeafSpec
     dtype: np.dtype
     pieces: tuple[Piece, ...]
+    scales: str | None = None
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes that an element takes on its way, once read: what is written, and what it is quantized from."""
+        return self.spec.dtype.itemsize + (self.dtype.itemsize if self.scales else 0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,6 +84,7 @@ class Plan:
         carried: key -> why a tensor that the model does not run is stored.
         skipped: key -> why a tensor is not stored.
         cast: dtype that floating-point parameters are cast to, or None.
+        quantized: what weights are quantized to ("int8", "fp8"), or None.
         tensors: the source's tensors.
         notes: remarks for the user.
     """
@@ -87,6 +99,7 @@ class Plan:
     carried: Mapping[str, str]
     skipped: Mapping[str, str]
     cast: np.dtype | None
+    quantized: str | None
     tensors: Mapping[str, TensorInfo]
     notes: tuple[str, ...]
 
@@ -140,6 +153,7 @@ def make_plan(
     dtype: str | np.dtype | None = None,
     config: str | Path | None = None,
     prefix: str | None = None,
+    quantize: str | None = None,
 ) -> Plan:
     """Matches every tensor of `source` with the rules of its family.
 
@@ -150,6 +164,7 @@ def make_plan(
         dtype: what floating-point parameters are cast to; by default every tensor keeps its bits.
         config: a config.json to use instead of the one beside the weights.
         prefix: what to take off the front of every key.
+        quantize: "int8" or "fp8" for the weights that `zoo.quantize` chooses.
 
     Raises:
         InputError: everything that does not fit, in one message, with what the source looks like instead.
@@ -163,7 +178,8 @@ def make_plan(
         raise InputError(f"{source.root}: {error}\n  its tensors look like: {looks(source)}") from None
     params = zoo_layout.named(declared)
     layout, found_prefix = find_layout(source, rules, params, prefix)
-    return _match(source, rules, zoo_config, declared, layout, found_prefix, component, cast)
+    plan = _match(source, rules, zoo_config, declared, layout, found_prefix, component, cast)
+    return plan if quantize is None else quantized(plan, quantize)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,6 +267,7 @@ def _match(
         carried=sorting.carried,
         skipped=sorting.skipped,
         cast=cast,
+        quantized=None,
         tensors=source.tensors,
         notes=(*source.notes, *_remarks(sorting, prefix)),
     )
@@ -281,6 +298,36 @@ def _carried_plan(info: TensorInfo) -> LeafPlan:
         dtype=info.dtype,
         pieces=(Piece(f"{CARRIED}/{info.key}", whole, info.key, whole),),
     )
+
+
+def quantized(plan: Plan, kind: str) -> Plan:
+    """The plan with the weights that `zoo.quantize` chooses stored as values and scales; a note where it chooses none.
+
+    Raises:
+        InputError: an unknown kind.
+    """
+    if not quantization.quantizable(plan.declared, kind):
+        note = f"nothing was quantized: family {plan.family} has no linear layers in stacked blocks"
+        return dataclasses.replace(plan, notes=(*plan.notes, note))
+    params = zoo_layout.named(plan.declared)
+    typed = {path: dataclasses.replace(param, dtype=plan.leaves[path].spec.dtype) for path, param in params.items()}
+    declared = quantization.declare(zoo_layout.fill(plan.declared, typed), kind)
+    new = zoo_layout.named(declared)
+    leaves = dict(plan.leaves)
+    for root, (values, scales) in quantized_leaves(new).items():
+        leaves[values] = _values_plan(leaves.pop(root), new[values], values, scales, new[scales].ndim)
+        leaves[scales] = LeafPlan(spec=LeafSpec.of(new[scales]), dtype=new[scales].dtype, pieces=())
+    ordered = {path: leaves[path] for path in dict.fromkeys((*new, *leaves))}
+    return dataclasses.replace(plan, declared=declared, leaves=ordered, quantized=kind)
+
+
+def _values_plan(whole: LeafPlan, param: Param, values: str, scales: str, outputs: int) -> LeafPlan:
+    """The plan of the values: each of its files holds whole rows, for a scale is that of all inputs of an output."""
+    pieces = tuple(dataclasses.replace(piece, target=values) for piece in whole.pieces)
+    spec = LeafSpec.of(param)
+    if spec.nbytes > SMALL_LEAF:
+        spec = dataclasses.replace(spec, unit=(*unit(pieces, param.shape)[:outputs], *param.shape[outputs:]))
+    return LeafPlan(spec=spec, dtype=whole.dtype, pieces=pieces, scales=scales)
 
 
 def _misfits(source: Source, sorting: _Sorting, config: Any) -> list[str]:
@@ -374,17 +421,23 @@ def _layers(
     source: Source, rules: FamilyRules, params: Mapping[str, Param], layout: Layout, prefix: str
 ) -> set[tuple[int, int]]:
     """Numbers of layers that the source has of something, and that the config says, where they differ."""
-    found = set()
+    found: set[tuple[int, int]] = set()
+    taking_turns: list[tuple[int, int]] = []
     for rule in rules.rules_in(layout):
-        param = params.get(rule.target)
-        if param is None or zoo_layout.LAYER not in param.names:
+        declared = layer_numbers(rule, params) if rule.target in params else []
+        if not declared:
             continue
         ends = (part.format(**layout.roots) for part in rule.source.split("{layer}"))
         pattern = re.compile(re.escape(prefix) + r"(\d+)".join(map(re.escape, ends)))
         numbers = [int(match[1]) for key in source.tensors if (match := pattern.fullmatch(key))]
-        if numbers and max(numbers) + 1 != param.size(zoo_layout.LAYER):
-            found.add((max(numbers) + 1, param.size(zoo_layout.LAYER)))
-    return found
+        counts = (max(numbers, default=-1) + 1, declared[-1] + 1)
+        if rule.number is not None:
+            taking_turns.append(counts)
+        elif numbers:
+            found.add(counts)
+    if taking_turns:  # only all kinds of layers together tell how many there are
+        found.add((max(there for there, _ in taking_turns), max(here for _, here in taking_turns)))
+    return {(there, here) for there, here in found if there and there != here}
 
 
 def check_ties(source: Source, plan: Plan) -> None:

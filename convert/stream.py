@@ -25,6 +25,7 @@ from shardzoo.convert.source import Source, TensorInfo
 from shardzoo.convert.stopping import Interrupt, Stopped
 from shardzoo.errors import InputError
 from shardzoo.progress import Progress
+from shardzoo.zoo.quantize import quantize
 
 HASH_BLOCK = 1 << 20
 MOST_READERS = 4
@@ -83,7 +84,7 @@ def rows_of(info: TensorInfo, share: Part) -> slice | None:
 
 
 def cost_of(info: TensorInfo, share: Part, itemsize: int) -> int:
-    """Bytes that a share needs from its reading to its last written byte; `itemsize` is that of the leaf."""
+    """Bytes that a share needs from its reading to its last written byte; `itemsize` is that of the leaf's plan."""
     start, stop = share.rows if info.shape else (0, 1)
     read = (stop - start) * math.prod(info.shape[1:]) * info.dtype.itemsize
     return read + volume(share.at) * itemsize  # the mapped pages, and a block that is cast or put together
@@ -93,7 +94,7 @@ def least_budget(source: Source, plan: Plan, grids: Mapping[str, Grid]) -> int:
     """Bytes that the most expensive share of a conversion needs: no budget below can hold."""
     return max(
         (
-            cost_of(source.tensors[piece.source], share, leaf.spec.dtype.itemsize)
+            cost_of(source.tensors[piece.source], share, leaf.itemsize)
             for path, leaf in plan.leaves.items()
             for piece in leaf.pieces
             for block in blocks_of(piece.at, grids[path])
@@ -154,6 +155,7 @@ class Stream:
         self._done = 0
         self._lock = threading.Lock()
         self._stop = threading.Event()
+        self._skipped: set[tuple[str, Ranges]] = set()
         self._halves: dict[tuple[str, Ranges], tuple[np.ndarray, list[int]]] = {}
         self._left = {path: math.prod(writer.grid(path).shape) for path in plan.leaves}
         self._by_key: dict[str, list[Piece]] = {}
@@ -233,14 +235,38 @@ class Stream:
             share = part(piece, block)
             if share is None:
                 continue
-            if self._writer.has(piece.target, _slices(block)):
-                self._count(piece, share.at, resumed=True)
+            if self._has(piece.target, block):
+                self._skip(piece, block, share)
                 continue
             self._read_share(piece, block, share, digest)
 
+    def _has(self, path: str, block: Ranges) -> bool:
+        """Whether an earlier run stored this block, and the scales of a quantized one."""
+        scales = self._plan.leaves[path].scales
+        return self._writer.has(path, _slices(block)) and (
+            scales is None or all(self._writer.has(scales, _slices(there)) for there, _ in self._rows(scales, block))
+        )
+
+    def _skip(self, piece: Piece, block: Ranges, share: Part) -> None:
+        """Counts what an earlier run stored; the scales of a block with the first of its shares."""
+        scales = self._plan.leaves[piece.target].scales
+        with self._lock:
+            first = (piece.target, block) not in self._skipped
+            self._skipped.add((piece.target, block))
+        self._count(piece.target, share.at, piece.source, resumed=True)
+        if scales is not None and first:
+            self._count(scales, block[: len(self._writer.grid(scales).shape)], piece.source, resumed=True)
+
+    def _rows(self, scales: str, block: Ranges) -> Iterator[tuple[Ranges, Ranges]]:
+        """The blocks of a leaf of scales that hold those of a block of values, and which part of each does."""
+        grid = self._writer.grid(scales)
+        rows = block[: len(grid.shape)]
+        for there in blocks_of(rows, grid):
+            yield there, tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(rows, there, strict=True))
+
     def _read_share(self, piece: Piece, block: Ranges, share: Part, digest: FileDigest | None) -> None:
         info = self._source.tensors[piece.source]
-        cost = cost_of(info, share, self._plan.leaves[piece.target].spec.dtype.itemsize)
+        cost = cost_of(info, share, self._plan.leaves[piece.target].itemsize)
         held = Held(self._budget, cost, lambda: self._source.release(piece.source, rows_of(info, share)))
         try:
             rows, whole, values = take(self._source, piece, share)
@@ -263,16 +289,32 @@ class Stream:
     def _write_share(self, piece: Piece, block: Ranges, share: Part, values: np.ndarray, held: Held) -> None:
         try:
             self._raise_if_stopped()
-            values = self._cast(piece, values)
-            ready = values if share.at == block else self._assemble(piece.target, block, share, values)
+            leaf = self._plan.leaves[piece.target]
+            values = values if leaf.scales else self._cast(piece, values)
+            ready = values if share.at == block else self._assemble(piece.target, block, share.at, values)
             if ready is None:
                 held.release()
             else:
+                ready = ready if leaf.scales is None else self._quantize(piece, block, ready, leaf.scales)
                 self._writer.write(piece.target, _slices(block), ready, done=held.release)
         except BaseException:
             held.release()
             raise
-        self._count(piece, share.at, resumed=False)
+        self._count(piece.target, share.at, piece.source, resumed=False)
+
+    def _quantize(self, piece: Piece, block: Ranges, whole: np.ndarray, scales: str) -> np.ndarray:
+        """The values of a block, whose scales are written on the way."""
+        grid, kind = self._writer.grid(scales), self._plan.quantized
+        outputs = len(grid.shape)
+        assert kind is not None and whole.shape[outputs:] == self._writer.grid(piece.target).shape[outputs:], piece
+        values, scale = quantize(whole, whole.ndim - outputs, kind, self._plan.leaves[scales].spec.dtype, piece.source)
+        for there, at in self._rows(scales, block):
+            inside = tuple(slice(a - o, b - o) for (a, b), (o, _) in zip(at, block[:outputs], strict=True))
+            ready = self._assemble(scales, there, at, scale[inside])
+            if ready is not None:
+                self._writer.write(scales, _slices(there), ready)
+            self._count(scales, at, piece.source, resumed=False)
+        return values
 
     def _cast(self, piece: Piece, values: np.ndarray) -> np.ndarray:
         dtype = self._plan.leaves[piece.target].spec.dtype
@@ -290,10 +332,10 @@ class Stream:
             )
         return made
 
-    def _assemble(self, path: str, block: Ranges, share: Part, values: np.ndarray) -> np.ndarray | None:
+    def _assemble(self, path: str, block: Ranges, at: Ranges, values: np.ndarray) -> np.ndarray | None:
         """Puts a share into its block and returns the block once it is whole."""
         shape = [stop - start for start, stop in block]
-        place = tuple(slice(a - o, b - o) for (a, b), (o, _) in zip(share.at, block, strict=True))
+        place = tuple(slice(a - o, b - o) for (a, b), (o, _) in zip(at, block, strict=True))
         with self._lock:
             array, left = self._halves.setdefault((path, block), (np.empty(shape, values.dtype), [int(np.prod(shape))]))
             array[place] = values
@@ -303,9 +345,8 @@ class Stream:
             del self._halves[path, block]
         return array
 
-    def _count(self, piece: Piece, ranges: Ranges, *, resumed: bool) -> None:
+    def _count(self, path: str, ranges: Ranges, what: str, *, resumed: bool) -> None:
         """Notes that a share is stored; the last one finishes its leaf."""
-        path = piece.target
         elements = volume(ranges)
         nbytes = elements * self._plan.leaves[path].spec.dtype.itemsize
         with self._lock:
@@ -316,7 +357,7 @@ class Stream:
         if last and path not in self._writer.done:
             self._finish(path)
         if self._progress:
-            self._progress(done, self._plan.bytes_written, piece.source)
+            self._progress(done, self._plan.bytes_written, what)
 
     def _finish(self, path: str) -> None:
         self._writer.finish_leaf(path, provenance(self._source, self._plan.leaves[path]))

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import dataclasses
+import math
 import os
 import threading
 import time
@@ -14,6 +15,7 @@ import numpy as np
 from shardzoo import checkpoints
 from shardzoo.checkpoints.checkpoint import Checkpoint
 from shardzoo.checkpoints.checkpoint import open as open_checkpoint
+from shardzoo.checkpoints.forms import VALUES, quantized_leaves
 from shardzoo.checkpoints.manifest import Leaf
 from shardzoo.convert.backwards import cast_of
 from shardzoo.convert.rules import Part, Piece, part
@@ -21,6 +23,8 @@ from shardzoo.convert.source import Source, open_source
 from shardzoo.convert.stream import blocks_of, take
 from shardzoo.errors import InputError, fail_if
 from shardzoo.progress import Progress
+from shardzoo.zoo import quantize
+from shardzoo.zoo.quantize import dequantize
 
 MOST_NAMED = 100
 
@@ -63,6 +67,24 @@ class TensorReport:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Rounding:
+    """How far quantized weights are from those of the source: root mean square of the error over that of the weights.
+
+    Attributes:
+        kind: "int8" or "fp8", or both.
+        error: of all quantized weights together.
+        groups: of those of each part of the model ("blocks.attn").
+        worst: path of the weight that is furthest off, and `worst_error` by how much.
+    """
+
+    kind: str
+    error: float
+    groups: Mapping[str, float]
+    worst: str
+    worst_error: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Report:
     """What was compared and how it came out.
 
@@ -74,6 +96,7 @@ class Report:
         bytes_compared: of values.
         cast: dtype that values were cast to before they were compared, or None.
         seconds: time taken.
+        rounding: of quantized weights, where they were compared with the source.
     """
 
     checkpoint: str
@@ -85,6 +108,7 @@ class Report:
     bytes_compared: int
     cast: str | None
     seconds: float
+    rounding: Rounding | None = None
 
     @property
     def equal(self) -> bool:
@@ -105,8 +129,9 @@ def verify(
 ) -> Report:
     """Checks a checkpoint against its manifest, or with `src` against the files it was converted from.
 
-    With `src` every stored tensor is compared bit for bit, cast to the dtype that is stored; the checkpoint's
-    file list and metadata are checked as well.
+    With `src` every stored tensor is compared bit for bit, cast to the dtype that is stored; a quantized weight must be
+    as near to the source's as its stored values can be, and `Report.rounding` says how near all of them are. The
+    checkpoint's file list and metadata are checked as well.
 
     Args:
         ckpt: the checkpoint.
@@ -142,9 +167,11 @@ def compare(
     told = _Told(progress, total, str(ckpt))
     checked = checkpoints.verify(ckpt, "quick" if src is not None else level, progress=told.more)
     tensors: tuple[TensorReport, ...] = ()
+    rounding: Rounding | None = None
     if src is not None:
         with open_source(src, variant=variant, select=select) as source:
-            tensors = _Comparison(checkpoint, source, progress).run()
+            comparison = _Comparison(checkpoint, source, progress)
+            tensors, rounding = comparison.run(), comparison.rounding()
     return Report(
         checkpoint=str(ckpt),
         source=None if src is None else str(src),
@@ -155,6 +182,7 @@ def compare(
         bytes_compared=checked.nbytes if src is None else _nbytes(checkpoint, tensors),
         cast=cast_of(checkpoint),
         seconds=time.perf_counter() - began,
+        rounding=rounding,
     )
 
 
@@ -199,6 +227,8 @@ class _Comparison:
                 piece = Piece(path, _ranges(record["at"]), record["key"], _ranges(record["take"]))
                 self._pieces.setdefault(record["key"], []).append((piece, leaf))
         self._tallies: dict[str, _Tally] = {}
+        self._scales = dict(quantized_leaves(checkpoint.manifest.leaves).values())
+        self._squares: dict[str, tuple[float, float]] = {}
         self._lock = threading.Lock()
         total = sum(leaf.spec.nbytes for leaf in checkpoint.manifest.all_leaves().values())
         self._told = _Told(progress, total, str(source.root))
@@ -244,10 +274,14 @@ class _Comparison:
 
     def _compare(self, key: str, piece: Piece, leaf: Leaf, share: Part) -> None:
         rows, _, values = take(self._source, piece, share)
-        stored = self._checkpoint.read(piece.target, tuple(slice(a, b) for a, b in share.at))
-        with np.errstate(over="ignore"):
-            wanted = values if values.dtype == stored.dtype else values.astype(stored.dtype)
-        different = _bits(wanted) != _bits(stored)
+        at = tuple(slice(a, b) for a, b in share.at)
+        stored = self._checkpoint.read(piece.target, at)
+        if piece.target in self._scales:
+            wanted, stored, different = self._compare_quantized(piece.target, at, values, stored)
+        else:
+            with np.errstate(over="ignore"):
+                wanted = values if values.dtype == stored.dtype else values.astype(stored.dtype)
+            different = _bits(wanted) != _bits(stored)
         count = int(np.count_nonzero(different))
         with self._lock:
             tally = self._tallies[key]
@@ -255,11 +289,59 @@ class _Comparison:
             tally.different += count
             if count:
                 tally.largest = max(tally.largest, _largest(wanted[different], stored[different]))
-                at = np.unravel_index(int(np.argmax(different)), different.shape)
-                first = tuple(int(i) + a for i, (a, _) in zip(at, share.at, strict=True))
+                place = np.unravel_index(int(np.argmax(different)), different.shape)
+                first = tuple(int(i) + a for i, (a, _) in zip(place, share.at, strict=True))
                 tally.first = first if tally.first is None else min(first, tally.first)
         self._source.release(key, rows)
         self._told.more(stored.nbytes)
+
+    def _compare_quantized(
+        self, path: str, at: tuple[slice, ...], values: np.ndarray, stored: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The source's weights, those that values and scales stand for, and where they are further off than need be."""
+        scales = self._scales[path]
+        outputs = len(self._checkpoint.leaf(scales).spec.shape)
+        scale = self._checkpoint.read(scales, at[:outputs])
+        wanted, found = values.astype(np.float32), dequantize(stored, scale, np.dtype(np.float32))
+        error = found - wanted
+        with self._lock:
+            before = self._squares.get(path, (0.0, 0.0))
+            sums = (float(np.vdot(x, x)) for x in (error.astype(np.float64), wanted.astype(np.float64)))
+            self._squares[path] = (before[0] + next(sums), before[1] + next(sums))
+        return wanted, found, ~(np.abs(error) <= coarseness(wanted, scale, stored.dtype))
+
+    def rounding(self) -> Rounding | None:
+        """The errors of all quantized weights that were compared."""
+        if not self._squares:
+            return None
+        by_leaf = {path.removesuffix(VALUES): squares for path, squares in self._squares.items()}
+        groups: dict[str, tuple[float, float]] = {}
+        for path, (error, size) in by_leaf.items():
+            group = ".".join(path.split(".")[:-2])
+            before = groups.get(group, (0.0, 0.0))
+            groups[group] = (before[0] + error, before[1] + size)
+        worst = max(by_leaf, key=lambda path: _relative(by_leaf[path]))
+        kinds = {self._checkpoint.leaf(path).spec.dtype for path in self._squares}
+        return Rounding(
+            kind=" and ".join(sorted(kind for kind, dtype in quantize.DTYPES.items() if dtype in kinds)),
+            error=_relative((sum(e for e, _ in by_leaf.values()), sum(n for _, n in by_leaf.values()))),
+            groups={group: _relative(squares) for group, squares in groups.items()},
+            worst=worst,
+            worst_error=_relative(by_leaf[worst]),
+        )
+
+
+def _relative(squares: tuple[float, float]) -> float:
+    error, size = squares
+    return math.sqrt(error / size) if size else 0.0
+
+
+def coarseness(weights: np.ndarray, scale: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """How far off a quantized weight may be: half the distance of two values, and a little for the scale's rounding."""
+    step = scale.astype(np.float32).reshape(*scale.shape, *[1] * (weights.ndim - scale.ndim))
+    if dtype == quantize.DTYPES["int8"]:
+        return step * np.float32(0.5 * (1 + 2**-6))
+    return np.maximum(np.abs(weights) * np.float32(2**-4), step * np.float32(2**-10)) * np.float32(1 + 2**-6)
 
 
 def _ranges(lists: list[list[int]]) -> tuple[tuple[int, int], ...]:

@@ -1,0 +1,58 @@
+"""The forms in which a weight may be stored: one array, values and scales, either with adapters beside it.
+
+A plain weight is the leaf "....weight"; a quantized one "....weight.values" and "....weight.scale"; with adapters
+"....weight.base" (of either form) and "....weight.lora.<name>.a", "b", "ratio" and "strength".
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from shardzoo.checkpoints.grid import LeafSpec
+from shardzoo.zoo import adapters, quantize
+from shardzoo.zoo.layers import Linear
+from shardzoo.zoo.layout import Param, Tree
+from shardzoo.zoo.linears import linear_layers, with_weights
+from shardzoo.zoo.weights import Adapted, Weight
+
+VALUES, SCALE, BASE, LORA = quantize.VALUES, quantize.SCALE, ".base", ".lora."
+
+
+def as_stored(declared: Tree, stored: Mapping[str, LeafSpec]) -> Tree:
+    """The declaration with each linear layer's weight in the form in which these leaves hold it."""
+    layers = linear_layers(declared)
+    return with_weights(declared, {path: _form(path, layer, stored) for path, layer in layers.items()})
+
+
+def _form(path: str, layer: Linear, stored: Mapping[str, LeafSpec]) -> Weight:
+    start = path + LORA
+    names = {p.removeprefix(start).rpartition(".")[0] for p in stored if p.startswith(start) and p.endswith(".a")}
+    root = path + BASE if names else path
+    weight, values = layer.weight, stored.get(root + VALUES)
+    if values is not None and isinstance(weight, Param):
+        weight = _quantized(layer, weight, values.dtype)
+    if not names:
+        return weight
+    lora = {name: _lora(layer, stored[f"{start}{name}.a"]) for name in sorted(names)}
+    return Adapted(base=weight, lora=lora)
+
+
+def _quantized(layer: Linear, weight: Param, dtype: np.dtype) -> Weight:
+    kind = next((kind for kind, one in quantize.DTYPES.items() if one == dtype), None)
+    return weight if kind is None else quantize.declared_weight(layer, weight, kind)
+
+
+def _lora(layer: Linear, a: LeafSpec) -> Any:
+    return adapters.declare_lora(layer, adapters.rank_of(a.shape, layer), a.dtype)
+
+
+def whole_path(path: str) -> str:
+    """The path that the weight has as one array, of a leaf that holds all of its values in another form."""
+    return path.removesuffix(VALUES).removesuffix(BASE)
+
+
+def quantized_leaves(leaves: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+    """Path of a quantized weight, without suffix -> the paths of its values and of its scales."""
+    roots = [path.removesuffix(VALUES) for path in leaves if path.endswith(VALUES)]
+    return {root: (root + VALUES, root + SCALE) for root in roots if root + SCALE in leaves}

@@ -1,0 +1,145 @@
+"""Adapter files that do not fit are refused whole, every problem by name."""
+
+import json
+
+import numpy as np
+import pytest
+from lora_files import diffusers_pairs, write_file, write_peft
+from safetensors.numpy import load_file, save_file
+from tiny_flux import CONFIG
+
+from shardzoo.convert import adapters as files
+from shardzoo.convert.families.flux import FAMILY
+from shardzoo.convert.rules import expected
+from shardzoo.errors import InputError
+from shardzoo.zoo import adapters, flux, layout, quantize
+from shardzoo.zoo.mesh import make_mesh
+
+DECLARED = flux.declare(CONFIG)
+
+
+def shapes(name="diffusers"):
+    rules = next(one.rules for one in FAMILY.layouts if one.name == name)
+    return {k: np.empty(want.shape) for k, want in expected(rules, layout.named(DECLARED), {}).items()}
+
+
+NAMES = ["transformer_blocks.0.attn.to_q", "transformer_blocks.1.ff.net.2", "single_transformer_blocks.1.proj_out"]
+
+
+def pairs():
+    return diffusers_pairs(shapes(), names=NAMES)
+
+
+def refusal(path, **options):
+    with pytest.raises(InputError) as caught:
+        files.read(path, DECLARED, **options)
+    return str(caught.value)
+
+
+def test_everything_wrong_in_one_message(tmp_path):
+    path = write_file(tmp_path / "x.safetensors", pairs(), "diffusers")
+    tensors = load_file(path)
+    start = "transformer.transformer_blocks.0.attn.to_q"
+    a = tensors[f"{start}.lora_A.weight"]
+    del tensors["transformer.transformer_blocks.1.ff.net.2.lora_B.weight"]
+    tensors[f"{start}.lora_A.weight"] = np.concatenate([a, a], axis=1)
+    for i in (0, 1, 2):
+        tensors[f"transformer.transformer_blocks.{i}.attn.to_z.lora_A.weight"] = a
+        tensors[f"transformer.transformer_blocks.{i}.attn.to_z.lora_B.weight"] = a.T.copy()
+    tensors["transformer.transformer_blocks.0.attn.norm_q.lora_A.weight"] = a
+    tensors["transformer.transformer_blocks.0.attn.norm_q.lora_B.weight"] = a.T.copy()
+    tensors["lora_te1_text_model_encoder_layers_0_mlp_fc1.lora_down.weight"] = a
+    tensors["lora_te1_text_model_encoder_layers_0_mlp_fc1.lora_up.weight"] = a.T.copy()
+    tensors["transformer.x_embedder.bias"] = a[0].copy()
+    save_file(tensors, path)
+    text = refusal(path)
+    for part in (
+        "to_q: A and B have the shapes (3, 192) and (96, 3), expected (r, 96) and (96, r)",
+        "transformer_blocks.1.ff.net.2: has no B (up)",
+        "transformer_blocks.{0-2}.attn.to_z: no module of this model",
+        "norm_q: is double.image.attn.q_norm.weight, which is not the weight of a linear layer",
+        "lora_te1_text_model_encoder_layers_0_mlp_fc1: no module of this model (it is for a text_encoder, and this is"
+        " a transformer: ignore= leaves it out)",
+        "1 tensors are no A, B or alpha of a LoRA, which is not supported: transformer.x_embedder.bias",
+    ):
+        assert part in text, text
+
+
+@pytest.mark.parametrize(
+    "key, kind",
+    [
+        ("lora_unet_x.hada_w1_a", "LoHa"),
+        ("lora_unet_x.lokr_w2", "LoKr"),
+        ("lora_unet_x.dora_scale", "DoRA"),
+        ("base_model.model.x.lora_magnitude_vector.default.weight", "DoRA"),
+        ("base_model.model.x.lora_B.bias", "LoRA with biases"),
+        ("transformer.x.oft_blocks", "OFT"),
+        ("model.diffusion_model.x.diff_b", "a difference of whole weights"),
+    ],
+)
+def test_other_kinds_by_name(tmp_path, key, kind):
+    save_file({key: np.ones((2, 2), np.float32)}, tmp_path / "x.safetensors")
+    assert f"1 tensors are {kind}, which is not supported: {key}" in refusal(tmp_path / "x.safetensors")
+
+
+@pytest.mark.parametrize(
+    "changes, part",
+    [
+        (dict(use_dora=True), "use_dora=True is not supported"),
+        (dict(peft_type="LOHA"), "peft_type='LOHA' is not LORA"),
+        (dict(bias="all"), "bias='all' is not supported"),
+        (dict(r=5, rank_pattern={}), "is of rank 3, and its config says 5"),
+        (dict(lora_alpha="x"), "lora_alpha='x' is not a number"),
+        (dict(alpha_pattern={"(": 2}), "pattern '(' is no regular expression"),
+    ],
+)
+def test_configs_that_say_something_else(tmp_path, changes, part):
+    folder = write_peft(tmp_path / "style", pairs(), **changes)
+    assert part in refusal(folder)
+
+
+def test_alphas_by_pattern(tmp_path):
+    folder = write_peft(tmp_path / "style", pairs(), alpha_pattern={"attn.to_q": 30, "net.2": 8})
+    found = files.read(folder, DECLARED)
+    assert found.name == "style"
+    assert found.factors["double.image.attn.qkv.weight"].ratio.tolist() == [[10.0, 0, 0], [0, 0, 0]]
+    assert found.factors["double.image.down.weight"].ratio.tolist() == [0, 2.0]
+    assert found.factors["single.out.weight"].ratio.tolist() == [0, 1.0]
+
+
+def test_parts_of_other_models_are_left_out_when_asked(tmp_path):
+    path = write_file(tmp_path / "x.safetensors", pairs(), "kohya")
+    tensors = load_file(path)
+    tensors["lora_te1_text_model_encoder_layers_0_mlp_fc1.lora_down.weight"] = np.ones((3, 7), np.float32)
+    save_file(tensors, path)
+    assert "lora_te1" in refusal(path)
+    assert set(files.read(path, DECLARED, ignore=("lora_te",)).factors) == {
+        "double.image.attn.qkv.weight", "double.image.down.weight", "single.out.weight", "single.down.weight",
+    }  # fmt: skip
+
+
+def test_for_a_quantized_model_that_is_split_and_kept_on_the_host(tmp_path):
+    """The declaration may be that of the model as it runs."""
+    path = write_file(tmp_path / "my style.v2.safetensors", pairs(), "diffusers")
+    running = layout.keep_on_host(quantize.declare(DECLARED, "fp8"), smallest=64)
+    found, plain = files.read(path, running), files.read(path, DECLARED)
+    assert found.name == "my_style_v2" and found.factors.keys() == plain.factors.keys()
+    for at, factors in found.factors.items():
+        assert np.array_equal(factors.a, plain.factors[at].a) and np.array_equal(factors.b, plain.factors[at].b)
+    declared = adapters.declare(running, [found])
+    with pytest.raises(InputError, match="there is an adapter of this name"):
+        adapters.declare(declared, [found])
+    with pytest.raises(InputError, match="heads=8 does not divide by 3"):
+        flux.forward(declared, make_mesh(tensor=3))
+
+
+def test_what_is_no_adapter(tmp_path):
+    assert "there is no such file or folder" in refusal(tmp_path / "none.safetensors")
+    (tmp_path / "folder").mkdir()
+    assert "holds none of adapter_model.safetensors" in refusal(tmp_path / "folder")
+    save_file({"x_embedder.weight": np.ones((2, 2), np.float32)}, tmp_path / "x.safetensors")
+    assert "no A, B or alpha of a LoRA" in refusal(tmp_path / "x.safetensors")
+    path = write_file(tmp_path / "y.safetensors", pairs(), "bare", alpha=np.inf)
+    assert "alpha=inf is not a finite number" in refusal(path)
+    meta = write_file(tmp_path / "z.safetensors", pairs(), "bare", None, {"lora_adapter_metadata": json.dumps([1])})
+    assert "lora_adapter_metadata" in refusal(meta)
