@@ -172,8 +172,9 @@ def normalize(
         InputError: the model has statistics, and height or width do not divide by the patch.
     """
     latents = jnp.asarray(latents)
-    _check_units(model.config, *latents.shape[2:], "image_vae.normalize")
-    centre, unit = units(model, *latents.shape[2:])
+    height, width = latents.shape[2:]
+    _check_units(model.config, height, width, "image_vae.normalize")
+    centre, unit = units(model, height, width)
     return ((latents - centre) / unit).astype(latents.dtype)
 
 
@@ -187,8 +188,9 @@ def denormalize(
         InputError: as `normalize`.
     """
     latents = jnp.asarray(latents)
-    _check_units(model.config, *latents.shape[2:], "image_vae.denormalize")
-    centre, unit = units(model, *latents.shape[2:])
+    height, width = latents.shape[2:]
+    _check_units(model.config, height, width, "image_vae.denormalize")
+    centre, unit = units(model, height, width)
     return (latents * unit + centre).astype(latents.dtype)
 
 
