@@ -124,7 +124,7 @@ def _row(images: Bool[np.ndarray, " seq"], waiting: list[tuple[int, int, int]]) 
     while at < len(images):
         if images[at]:
             grid = waiting.pop(0)
-            part = now + np.stack(np.mgrid[tuple(slice(n) for n in grid)], axis=-1).reshape(-1, 3)
+            part = now + np.moveaxis(np.mgrid[tuple(slice(n) for n in grid)], 0, -1).reshape(-1, 3)
             now += max(grid[1:])
             if not images[at : at + len(part)].all() or at + len(part) > len(images):
                 raise InputError(f"positions: {grid} squares of an image are not as many tokens in one row: mend them")

@@ -57,13 +57,13 @@ def one_device(masked=True):
 
 MESHES = [
     (dict(tensor=2), dict(host=True)),
-    (dict(tensor=4), dict(residual="seq")),
     (dict(context=4), dict(at_rest="context")),
     (dict(context=3), dict(remat=True)),  # heads do not divide: keys are gathered
     (dict(tensor=2, context=4), dict(residual="seq", at_rest="context")),
     (dict(data=2, tensor=2, context=2), dict(at_rest="data")),
 ]
 MORE_MESHES = [
+    (dict(tensor=4), dict(residual="seq")),
     (dict(), dict(remat=True)),
     (dict(context=2), dict()),
     (dict(context=8), dict(at_rest="context", host=True)),
@@ -92,7 +92,7 @@ def test_no_mask_is_a_mask_of_all():
 def test_hidden_text_changes_nothing_and_alone_it_is_no_nan():
     """Text that the mask hides is not seen; a row of which all is hidden has its image alone."""
     declared, mesh = qwen_image.declare(CONFIG), make_mesh(context=2)
-    f, model = jax.jit(qwen_image.forward(declared, mesh), static_argnames="grids"), None
+    f = jax.jit(qwen_image.forward(declared, mesh), static_argnames="grids")
     model = layout.place(declared, mesh, harsh(declared))
     mask = MASK & np.array([[True], [True], [False]])
     image, text = GIVEN
