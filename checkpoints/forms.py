@@ -7,14 +7,12 @@ A plain weight is the leaf "....weight"; a quantized one "....weight.values" and
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from shardzoo.checkpoints.grid import LeafSpec
 from shardzoo.zoo import adapters, quantize
 from shardzoo.zoo.layers import Linear
 from shardzoo.zoo.layout import Param, Tree
 from shardzoo.zoo.linears import linear_layers, with_weights
-from shardzoo.zoo.weights import Adapted, Weight
+from shardzoo.zoo.weights import Adapted, Quantized, Weight, declared_base
 
 VALUES, SCALE, BASE, LORA = quantize.VALUES, quantize.SCALE, ".base", ".lora."
 
@@ -28,19 +26,17 @@ def as_stored(declared: Tree, stored: Mapping[str, LeafSpec]) -> Tree:
 def _form(path: str, layer: Linear, stored: Mapping[str, LeafSpec]) -> Weight:
     start = path + LORA
     names = {p.removeprefix(start).rpartition(".")[0] for p in stored if p.startswith(start) and p.endswith(".a")}
-    root = path + BASE if names else path
-    weight, values = layer.weight, stored.get(root + VALUES)
-    if values is not None and isinstance(weight, Param):
-        weight = _quantized(layer, weight, values.dtype)
-    if not names:
-        return weight
+    base = _base(path + BASE if names else path, layer, stored)
     lora = {name: _lora(layer, stored[f"{start}{name}.a"]) for name in sorted(names)}
-    return Adapted(base=weight, lora=lora)
+    return Adapted(base=base, lora=lora) if names else base
 
 
-def _quantized(layer: Linear, weight: Param, dtype: np.dtype) -> Weight:
-    kind = next((kind for kind, one in quantize.DTYPES.items() if one == dtype), None)
-    return weight if kind is None else quantize.declared_weight(layer, weight, kind)
+def _base(path: str, layer: Linear, stored: Mapping[str, LeafSpec]) -> Param | Quantized:
+    param, values = declared_base(layer.weight), stored.get(path + VALUES)
+    kinds = {dtype: kind for kind, dtype in quantize.DTYPES.items()}
+    if values is None or values.dtype not in kinds:
+        return param
+    return quantize.declared_quantized(layer, param, kinds[values.dtype])
 
 
 def _lora(layer: Linear, a: LeafSpec) -> Any:

@@ -21,6 +21,7 @@ LEAST_CHUNK = 32 << 10  # bytes: no cut for a declared split goes below
 LEAST_FREE_CHUNK = 128 << 10  # bytes: no cut of a dim that the declaration leaves whole goes below
 MOST_CHUNK = 1 << 20  # bytes: dims are cut until the unit of reading is at most this
 MOST_OUTER = 32 << 20  # bytes of one file, and of the block that the writer holds for it
+MOST_ELEMENTS = 16 << 20  # of one file: blocks of 8 bits are made out of twice their bytes or more
 SMALL_LEAF = 1 << 20  # bytes: a leaf up to here is one file
 
 Block = tuple[slice, ...]
@@ -152,10 +153,10 @@ def _cut_to(inner: list[int], most: int) -> None:
 def _outer(shape: tuple[int, ...], inner: list[int], dims: tuple[str, ...], item: int) -> list[int]:
     """Whole inner chunks per file: one layer of a stack, then cut along leading dims to the size limit."""
     counts = [1 if name == STACK else -(-n // c) for n, c, name in zip(shape, inner, dims, strict=True)]
-    chunk = math.prod(inner) * item
+    chunk, most = math.prod(inner) * item, min(MOST_OUTER, MOST_ELEMENTS * item)
     for d in range(len(counts)):
         rest = math.prod(counts) // counts[d] * chunk
-        counts[d] = _fewest_files(counts[d], max(1, MOST_OUTER // rest))
+        counts[d] = _fewest_files(counts[d], max(1, most // rest))
     return [k * c for k, c in zip(counts, inner, strict=True)]
 
 

@@ -66,15 +66,14 @@ class QuantizedWeight:
 
     def values(self, at: Block, into: Shaped[np.ndarray, "..."]) -> None:
         """Writes the values in these ranges."""
+        columns: Any = (..., *at[self._outputs :])
         for rows in self._blocks(at[: self._outputs]):
             wanted = (*rows, *at[self._outputs :])
             place = tuple(slice(r.start - s.start, r.stop - s.start) for r, s in zip(wanted, at, strict=True))
             with self._lock:
                 made = self._make_scales(rows)
             into[place] = (
-                quantize.at_scale(self._read(wanted), self._scale[rows], self._kind)
-                if made is None
-                else made[(..., *at[self._outputs :])]
+                quantize.at_scale(self._read(wanted), self._scale[rows], self._kind) if made is None else made[columns]
             )
 
     def scales(self, at: Block, into: Shaped[np.ndarray, "..."]) -> None:

@@ -14,7 +14,11 @@ from shardzoo.zoo import adapters, quantize
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Lora:
-    """An adapter file as asked for: how much of it, and for which component of a pipeline (None: the usual one)."""
+    """An adapter file as asked for: how much of it, and for which component of a pipeline.
+
+    Without a component it is for the usual one, and every tensor of the file must be; with one, tensors that say that
+    they are of another part of the pipeline are left to another `Lora`.
+    """
 
     path: Path
     strength: float = 1.0
@@ -62,7 +66,8 @@ class Models:
             if name not in self._plain:
                 there = ", ".join(self._plain)
                 raise InputError(f"--lora {lora.path}: there is no component {name!r}: there are {there}")
-            loaded = adapter_files.read(lora.path, self._bare[name], strength=lora.strength)
+            own = lora.component is not None
+            loaded = adapter_files.read(lora.path, self._bare[name], strength=lora.strength, own_part=own)
             mine = found.setdefault(name, [])
             twice = loaded.name in [one.name for one in mine]
             mine.append(dataclasses.replace(loaded, name=f"{loaded.name[:50]}-{number}") if twice else loaded)

@@ -118,6 +118,7 @@ def read(
     name: str | None = None,
     family: str | None = None,
     ignore: Sequence[str] = (),
+    own_part: bool = False,
     dtype: Any = None,
 ) -> Adapter:
     """The adapter in a file or folder, for a model of this declaration.
@@ -129,6 +130,7 @@ def read(
         name: what it is called beside the model's weights; by default after the file.
         family: the model's family, where several have configs of its type.
         ignore: beginnings of keys to leave out: parts of the file that are of another model ("lora_te1_").
+        own_part: leave out keys that say by their usual beginnings that they are of another part of a pipeline.
         dtype: of A and B; by default that of the weights.
 
     Raises:
@@ -137,6 +139,7 @@ def read(
     """
     file = _find(Path(path))
     rules = rules_of(family or _family_of(declared))
+    ignore = (*ignore, *(start for start, part in _PARTS.items() if own_part and part != rules.part))
     base = plain(declared)
     with open_source(file) as source:
         settings, problems = _settings(source, file)
@@ -274,7 +277,9 @@ class _Targets:
         self, source: Source, modules: Mapping[str, _Module], settings: _Settings, problems: list[str]
     ) -> list[tuple[str, list[Piece], float]]:
         """Module, pieces and ratio of every sound pair; what is wrong with the others is added to `problems`."""
-        pairs, wrong, seen = [], {}, {}
+        pairs: list[tuple[str, list[Piece], float]] = []
+        wrong: dict[str, str] = {}
+        seen: dict[str, str] = {}
         for name, module in modules.items():
             key = self._known.find(name)
             problem = self._problem(source, name, module, key, settings)
@@ -297,7 +302,7 @@ class _Targets:
     def _problem(self, source: Source, name: str, module: _Module, key: str | None, settings: _Settings) -> str | None:
         if key is None:
             part = next((part for start, part in _PARTS.items() if name.startswith(start)), self._part)
-            other = f" (it is for a {part}, and this is a {self._part}: ignore= leaves it out)"
+            other = f" (it is for a {part}, and this is a {self._part}: own_part= (--lora PART:FILE) leaves it out)"
             return "no module of this model" + (other if part != self._part else "")
         if module.a is None or module.b is None:
             return f"has no {'A (down)' if module.a is None else 'B (up)'}"
@@ -386,9 +391,11 @@ def _factors(layer: Linear, shares: list[_Share], dtype: Any) -> Factors:
     for (slot, share, sub), start in zip(placed, starts, strict=True):
         ranks = slice(start, start + len(share.a))
         ratio[slot] = ratio[slot] or share.ratio
-        a[(*slot, ranks, *(slice(*share.at[dim]) for dim in inputs))] = share.a
+        into: Any = (*slot, ranks, *(slice(*share.at[dim]) for dim in inputs))
+        out: Any = (*slot, *(slice(*share.at[dim]) for dim in outputs), ranks)
+        a[into] = share.a
         scale = share.ratio / ratio[slot] if ratio[slot] else 1.0
-        b[(*slot, *(slice(*share.at[dim]) for dim in outputs), ranks)] = scale * sub
+        b[out] = scale * sub
     return Factors(a=a, b=b, ratio=ratio)
 
 

@@ -304,10 +304,10 @@ class _Comparison:
         scale = self._checkpoint.read(scales, at[:outputs])
         wanted, found = values.astype(np.float32), dequantize(stored, scale, np.dtype(np.float32))
         error = found - wanted
+        off, size = (float(np.sum(np.square(x, dtype=np.float64))) for x in (error, wanted))
         with self._lock:
             before = self._squares.get(path, (0.0, 0.0))
-            sums = (float(np.vdot(x, x)) for x in (error.astype(np.float64), wanted.astype(np.float64)))
-            self._squares[path] = (before[0] + next(sums), before[1] + next(sums))
+            self._squares[path] = (before[0] + off, before[1] + size)
         return wanted, found, ~(np.abs(error) <= coarseness(wanted, scale, stored.dtype))
 
     def rounding(self) -> Rounding | None:

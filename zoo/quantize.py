@@ -61,14 +61,18 @@ def quantizable(declared: Any, kind: str) -> dict[str, Linear]:
 
 
 def declared_weight(layer: Linear, weight: Weight, kind: str) -> Weight:
-    """A declared layer's weight quantized; its adapters stay as they are."""
-    if isinstance(weight, Adapted):
-        return Adapted(base=declared_weight(layer, weight.base, kind), lora=weight.lora)
-    if not isinstance(weight, Param):
-        return weight
+    """A declared layer's weight quantized; its adapters stay as they are, and so does one that is quantized."""
+    if isinstance(weight, Adapted) and isinstance(weight.base, Param):
+        return Adapted(base=declared_quantized(layer, weight.base, kind), lora=weight.lora)
+    return declared_quantized(layer, weight, kind) if isinstance(weight, Param) else weight
+
+
+def declared_quantized(layer: Linear, weight: Param, kind: str) -> Quantized:
+    """The declared values and scales of a layer's weight."""
     outputs = tuple(dim for dim in weight.names if dim not in input_dims(layer))
     values = dataclasses.replace(weight, dtype=DTYPES[kind], fixed=True)
-    return Quantized(values=values, scale=kept(weight, outputs, dtype=scale_dtype(weight.dtype), memory="device"))
+    scale = kept(weight, outputs, dtype=scale_dtype(weight.dtype), memory="device")
+    return Quantized(values=values, scale=scale)
 
 
 def scale_dtype(dtype: np.dtype) -> np.dtype:

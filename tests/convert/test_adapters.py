@@ -59,7 +59,7 @@ def test_everything_wrong_in_one_message(tmp_path):
         "transformer_blocks.{0-2}.attn.to_z: no module of this model",
         "norm_q: is double.image.attn.q_norm.weight, which is not the weight of a linear layer",
         "lora_te1_text_model_encoder_layers_0_mlp_fc1: no module of this model (it is for a text_encoder, and this is"
-        " a transformer: ignore= leaves it out)",
+        " a transformer: own_part= (--lora PART:FILE) leaves it out)",
         "1 tensors are no A, B or alpha of a LoRA, which is not supported: transformer.x_embedder.bias",
     ):
         assert part in text, text
@@ -113,9 +113,10 @@ def test_parts_of_other_models_are_left_out_when_asked(tmp_path):
     tensors["lora_te1_text_model_encoder_layers_0_mlp_fc1.lora_down.weight"] = np.ones((3, 7), np.float32)
     save_file(tensors, path)
     assert "lora_te1" in refusal(path)
-    assert set(files.read(path, DECLARED, ignore=("lora_te",)).factors) == {
-        "double.image.attn.qkv.weight", "double.image.down.weight", "single.out.weight", "single.down.weight",
-    }  # fmt: skip
+    for options in (dict(ignore=("lora_te",)), dict(own_part=True)):
+        assert set(files.read(path, DECLARED, **options).factors) == {
+            "double.image.attn.qkv.weight", "double.image.down.weight", "single.out.weight", "single.down.weight",
+        }  # fmt: skip
 
 
 def test_for_a_quantized_model_that_is_split_and_kept_on_the_host(tmp_path):

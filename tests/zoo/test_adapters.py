@@ -81,9 +81,9 @@ MESHES = [
     (dict(tensor=4), dict(residual="seq")),
     (dict(context=4), dict(at_rest="context")),
     (dict(data=2, tensor=2, context=2), dict(host=True)),
-    (dict(tensor=2, context=4), dict(residual="seq", at_rest="context", kind="int8")),
 ]
 MORE_MESHES = [
+    (dict(tensor=2, context=4), dict(residual="seq", at_rest="context", kind="int8")),
     (dict(tensor=8), dict(residual="seq", remat=True)),
     (dict(tensor=2), dict(kind="fp8", host=True)),
     (dict(context=3), dict(kind="int8", remat=True)),
@@ -100,7 +100,14 @@ def test_mesh_parity(degrees, options):
     assert_close(run(Degrees(**degrees), **options), one_device(options.get("kind")))
 
 
-@pytest.mark.parametrize("degrees", [dict(tensor=4), dict(tensor=2, context=2), dict(context=4)], ids=str)
+@pytest.mark.parametrize(
+    "degrees",
+    [
+        dict(tensor=2, context=2),
+        *(pytest.param(slow, marks=pytest.mark.slow) for slow in (dict(tensor=4), dict(context=4))),
+    ],
+    ids=str,
+)
 def test_merged_on_a_mesh_is_what_it_is_apart(degrees):
     declared, mesh = flux.declare(CONFIG), make_mesh(**degrees)
     live = layout.place(declared, mesh, harsh(declared))
