@@ -1,0 +1,149 @@
+"""Costs read off traced programs: by hand for small ones, and against the compiled text for every family."""
+
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from shardzoo.zoo import decoder, flux, layout
+from shardzoo.zoo.costs import Collective, costs_of
+from shardzoo.zoo.families import TraceSizes, find_family
+from shardzoo.zoo.mesh import TP, make_mesh
+
+
+def f32(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def costs(body, mesh, *arguments, in_specs, out_specs):
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+    return costs_of(mapped, mesh, *arguments)
+
+
+def test_a_row_layer_by_hand():
+    """x[2, 6] . w[6, 10] with the 6 split over 2: 2 * 2 * 3 * 10 on each, and an all-reduce of 2 x 10 numbers."""
+    mesh = make_mesh(tensor=2)
+    got = costs(
+        lambda x, w: lax.psum(x @ w, TP), mesh, f32(2, 6), f32(6, 10), in_specs=(P(None, TP), P(TP)), out_specs=P()
+    )
+    assert got.flops == got.passes == 2 * 2 * 3 * 10
+    assert got.collectives == (Collective(kind="all-reduce", axes=("kv",), count=1, places=1, sent_bytes=2 * 10 * 4),)
+
+
+@pytest.mark.parametrize("precision, passes", [("highest", 6), ("high", 3), ("default", 1)])
+def test_products_of_wide_floats_take_several_passes(precision, passes):
+    got = costs_of(lambda x: jnp.dot(x, x, precision=precision), make_mesh(), f32(8, 8))
+    assert (got.flops, got.passes) == (2 * 8**3, passes * 2 * 8**3)
+
+
+def test_a_scan_counts_as_often_as_it_runs_and_a_condition_by_its_costliest_branch():
+    mesh = make_mesh(context=4)
+
+    def body(x):
+        def step(x, i):
+            y = lax.cond(i > 2, lambda x: x @ x @ x, lambda x: x, x)
+            return lax.all_gather(y, "context", axis=0, tiled=True)[:8] * y, None
+
+        return lax.scan(step, x, jnp.arange(5))[0]
+
+    got = costs(body, mesh, f32(32, 8), in_specs=P("context"), out_specs=P("context"))
+    assert got.flops == 5 * 2 * (2 * 8**3)
+    sent = 5 * 3 * 8 * 8 * 4  # each sends its 8 x 8 numbers to three others
+    assert got.collectives == (Collective(kind="all-gather", axes=("context",), count=5, places=1, sent_bytes=sent),)
+
+
+def test_every_kind_of_collective():
+    mesh = make_mesh(context=4)
+
+    def body(x):
+        y = lax.all_to_all(x, "context", 1, 0, tiled=True)
+        y = lax.psum_scatter(y, "context", scatter_dimension=0, tiled=True)
+        y = lax.ppermute(y, "context", [(i, (i + 1) % 4) for i in range(4)])
+        return lax.pmax(y, "context")
+
+    got = costs(body, mesh, f32(16, 4), in_specs=P("context"), out_specs=P())
+    found = {c.kind: c.sent_bytes for c in got.collectives}
+    whole = 4 * 4 * 4  # bytes of the 4 x 4 numbers of a device
+    assert found == {
+        "all-to-all": whole * 3 // 4,
+        "reduce-scatter": whole * 3 // 4,
+        "collective-permute": whole // 4,
+        "all-reduce": whole // 4 * 2 * 3 // 4,
+    }
+
+
+def test_axes_of_one_device_send_nothing():
+    mesh = make_mesh(tensor=1)
+    got = costs(lambda x: lax.psum(x, TP), mesh, f32(4), in_specs=P(TP), out_specs=P())
+    assert got.collectives == () and got.sent_bytes == 0
+
+
+def test_convolutions():
+    x, w = f32(2, 3, 9, 9), f32(5, 3, 3, 3)
+    got = costs_of(lambda x, w: lax.conv(x, w, (1, 1), "VALID"), make_mesh(), x, w)
+    assert got.flops == 2 * (2 * 5 * 7 * 7) * (3 * 3 * 3)
+
+
+# Lengths that divide: of others a mask is gathered in each block, which XLA moves out of the scan.
+SIZES = TraceSizes(batch=2, tokens=24, height=64, width=64)
+TINY = {
+    "decoder": decoder.Config(vocab=64, embed=32, layers=3, heads=8, kv_heads=4, head_dim=8, mlp=64),
+    "flux": flux.Config(
+        in_channels=16, out_channels=16, heads=8, head_dim=16, double_layers=2, single_layers=3, mlp=64, text=32,
+        pooled=24, guidance=True, axes=(4, 6, 6),
+    ),
+}  # fmt: skip
+MESHES = [dict(tensor=4), dict(context=2, tensor=2), dict(data=2, context=4)]
+HLO = re.compile(r" = (?:\([^)]*\)|\S+) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)\((.*)")
+
+
+def compiled(function, arguments):
+    """Kind -> how many collectives over more than one device the compiled text has.
+
+    XLA combines all-reduces of one kind into one of several operands, and gives an all-to-all one for each device.
+    """
+    found = {}
+    for line in jax.jit(function).lower(*arguments).compile().as_text().splitlines():
+        match = HLO.search(line)
+        if match and not re.search(r"replica_groups=(\{\{\d+\}|\[\d+,1\])", line):
+            operands = len(re.findall(r"%[\w.-]+", match[2].split("), ")[0]))
+            found[match[1]] = found.get(match[1], 0) + (operands if match[1] == "all-reduce" else 1)
+    return found
+
+
+@pytest.mark.parametrize("degrees", MESHES, ids=str)
+@pytest.mark.parametrize("name", TINY)
+def test_the_collectives_are_those_of_the_compiled_program(name, degrees):
+    family, mesh = find_family(name), make_mesh(**degrees)
+    declared = family.declare(TINY[name])
+    function, arguments = family.trace(declared, mesh, SIZES)
+    arguments = (layout.abstract(declared, mesh), *arguments)
+    places = {}
+    for c in costs_of(function, mesh, *arguments).collectives:
+        places[c.kind] = places.get(c.kind, 0) + c.places
+    assert places == compiled(function, arguments)
+
+
+def test_the_work_of_a_decoder_is_split_by_the_mesh():
+    """Products of all weights, of queries with keys and of probabilities with values; a quarter on each of four."""
+    declared = decoder.declare(TINY["decoder"])
+    one, four = (
+        costs_of(*_traced(declared, make_mesh(**degrees))).flops for degrees in (dict(), dict(context=2, tensor=2))
+    )
+    c = TINY["decoder"]
+    weights = sum(math.prod(p.shape) for p in layout.named(declared.blocks).values() if len(p.names) > 2)
+    tokens = SIZES.batch * SIZES.tokens
+    attention = c.layers * 4 * SIZES.batch * SIZES.tokens**2 * c.heads * c.head_dim
+    want = 2 * tokens * (weights + c.vocab * c.embed) + attention
+    assert np.isclose(one, want, rtol=0.02)
+    assert np.isclose(four, one / 4, rtol=0.02)
+
+
+def _traced(declared, mesh):
+    function, arguments = find_family("decoder").trace(declared, mesh, SIZES)
+    return function, mesh, layout.abstract(declared, mesh), *arguments
