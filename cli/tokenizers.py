@@ -21,11 +21,13 @@ class Tokens:
 
     Attributes:
         text: the tokenizer itself with its chat template.
-        pads_left: whether rows are filled up before the text.
+        pad: the token that fills up rows, as text.
+        pads_left: whether it does so before the text.
         origin: where it is from.
     """
 
     text: chat.Text
+    pad: str
     pads_left: bool
     origin: str
 
@@ -35,7 +37,7 @@ class Tokens:
         Raises:
             InputError: there is none.
         """
-        found = self.text.tokenizer.token_to_id(self.text.special.get("pad_token", PAD))
+        found = self.text.tokenizer.token_to_id(self.pad)
         if found is None:
             raise InputError(f"{self.origin}: this tokenizer has no token for padding: convert again")
         return found, self.pads_left
@@ -70,7 +72,10 @@ def read_tokenizer(pipeline: Pipeline, name: str) -> Tokens:
     tokenizer.no_padding()
     assets = {file: pipeline.file(path) for file, path in found.items()}
     text = chat.with_tokenizer(tokenizer, assets, origin)
-    return Tokens(text=text, pads_left=settings.get("padding_side") == "left", origin=origin)
+    own = described.get("padding") or {}  # what tokenizer.json says, where the settings say nothing
+    pad = text.special.get("pad_token", own.get("pad_token", PAD))
+    side = str(settings.get("padding_side") or own.get("direction", "right"))
+    return Tokens(text=text, pad=pad, pads_left=side.lower() == "left", origin=origin)
 
 
 def _folder(pipeline: Pipeline, name: str) -> PurePosixPath:
@@ -110,8 +115,8 @@ def _described(vocabulary: Mapping[str, int], merges: str, settings: Mapping[str
     if kind not in _MAKERS:
         known = " and ".join(_MAKERS)
         raise InputError(f"{folder}: of {kind!r} only {DESCRIBED} is read, and without it {known}: add {DESCRIBED}")
-    lines = [line for line in merges.splitlines() if line and not line.startswith("#version")]
-    made = _MAKERS[kind](dict(vocabulary), [(*line.split(),) for line in lines], settings)
+    lines = [line.partition(" ") for line in merges.splitlines() if line and not line.startswith("#version")]
+    made = _MAKERS[kind](dict(vocabulary), [(one, other) for one, _, other in lines], settings)
     added = sorted(settings.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0]))
     for _, token in added:
         flags = {name: token[name] for name in _FLAGS if name in token}
@@ -119,7 +124,7 @@ def _described(vocabulary: Mapping[str, int], merges: str, settings: Mapping[str
     return json.loads(made.to_str())
 
 
-def _clip(vocabulary: dict[str, int], merges: list[tuple[str, ...]], settings: Mapping[str, Any]) -> Any:
+def _clip(vocabulary: dict[str, int], merges: list[tuple[str, str]], settings: Mapping[str, Any]) -> Any:
     import tokenizers
     from tokenizers import models, normalizers, pre_tokenizers, processors
 
@@ -136,7 +141,7 @@ def _clip(vocabulary: dict[str, int], merges: list[tuple[str, ...]], settings: M
     return made
 
 
-def _qwen(vocabulary: dict[str, int], merges: list[tuple[str, ...]], settings: Mapping[str, Any]) -> Any:
+def _qwen(vocabulary: dict[str, int], merges: list[tuple[str, str]], settings: Mapping[str, Any]) -> Any:
     import tokenizers
     from tokenizers import models, normalizers, pre_tokenizers
 

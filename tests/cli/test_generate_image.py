@@ -86,7 +86,7 @@ def test_a_batch_goes_to_a_folder_as_a_user_has_it(folders, tmp_path):
     """In a process of its own, in 16 bits, on devices that the command makes, with blocks in host memory."""
     _, ours = folders("flux-schnell")
     words = ("generate", ours, "--prompt", "a fox", "--prompt", "an ox", *SIZE, "--dtype", "bf16")
-    ended = run(*words, "--mesh", "context=2", "--offload", "--out", tmp_path / "out")
+    ended = run(*words, "--mesh", "tensor=2", "--offload", "--out", tmp_path / "out")
     assert ended.status == 0 and ended.err == "", ended.err
     assert f"{tmp_path / 'out'}: 2 images of 16 x 24" in ended.out
     images = [np.asarray(PIL.Image.open(path)) for path in sorted((tmp_path / "out").iterdir())]

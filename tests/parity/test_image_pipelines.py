@@ -57,7 +57,7 @@ CASES = {
     ),
 }
 MESHES = {"one": {}, "all": {"data": 2, "context": 2, "tensor": 2}}
-QUICK = [("flux-dev-negative", "all"), ("flux-schnell", "one"), ("flux2-dev-edit", "all"), ("qwen-edit-plus", "all")]
+QUICK = [("flux-dev-negative", "all"), ("flux2-klein-edit", "all"), ("qwen-edit-plus", "all")]
 AREA = 64 * 64  # pixels of an image that is edited, of about 1024 x 1024 in truth
 
 
