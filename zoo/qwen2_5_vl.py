@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Int, jaxtyped
 from shardzoo.errors import fail_if
 from shardzoo.zoo import layout
 from shardzoo.zoo.attention import attention
-from shardzoo.zoo.decoder import Mlp
+from shardzoo.zoo.decoder_model import Mlp
 from shardzoo.zoo.families import Family, TraceSizes, register
 from shardzoo.zoo.layers import ColumnLinear, Leaf, RMSNorm, RowLinear, contract, own_share
 from shardzoo.zoo.layout import Param
