@@ -84,6 +84,29 @@ def test_blocks_kept_on_the_host(saved, tmp_path, dtype):
         np.testing.assert_array_equal(model.blocks.q, stored["blocks.q"].astype(dtype))
 
 
+def test_a_part_of_the_model(saved):
+    """Fewer leaves, and the first of stacked blocks: an encoder made of a decoder's first layers."""
+    path, stored = saved
+    whole, mesh = checkpoints.open(path).declared, make_mesh(tensor=2)
+
+    def part(layers):
+        cut = jax.tree.map(lambda p: dataclasses.replace(p, shape=(layers, *p.shape[1:])), whole.blocks)
+        return dataclasses.replace(whole, blocks=cut, heads=[])
+
+    model = named(checkpoints.restore(path, mesh, declared=part(2), part=True))
+    assert not any(p.startswith("heads") for p in model) and "blocks.q" in model
+    for leaf, value in model.items():
+        np.testing.assert_array_equal(value, stored[leaf][:2] if leaf.startswith("blocks") else stored[leaf])
+    with pytest.raises(
+        InputError, match=r"heads\.0: in the checkpoint, but not declared(.|\n)*q: stored with"
+    ):
+        checkpoints.restore(path, mesh, declared=part(2))
+    with pytest.raises(InputError, match=r"blocks\.q: stored with shape"):
+        checkpoints.restore(path, mesh, declared=part(4), part=True)
+    with pytest.raises(InputError, match="leave out one of them"):
+        checkpoints.restore(path, mesh, declared=part(2), part=True, verify=True)
+
+
 def test_under_an_active_mesh(saved):
     path, stored = saved
     mesh = make_mesh(tensor=2)
