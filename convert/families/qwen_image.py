@@ -14,7 +14,7 @@ from shardzoo.errors import InputError, fail_if
 from shardzoo.zoo.qwen_image import Config
 
 _HEADS = "(heads head_dim)"
-_BLOCK = "transformer_blocks.{layer}"
+_BLOCK = "{root}transformer_blocks.{layer}"
 # of a stream: name of its own layers, projections of the attention, part of the names of its norms, output
 _STREAMS = {
     "image": ("img", ("to_q", "to_k", "to_v"), "", "to_out.0"),
@@ -29,13 +29,13 @@ def _linear(target: str, source: str, dims: tuple[str, str], **place: Any) -> It
 
 
 def _rules() -> Iterator[Rule]:
-    yield from _linear("image", "img_in", ("embed channels", "embed"))
-    yield Rule(target="text.norm.weight", source="txt_norm.weight", dims="channels")
-    yield from _linear("text.linear", "txt_in", ("embed channels", "embed"))
-    time = "time_text_embed.timestep_embedder"
+    yield from _linear("image", "{root}img_in", ("embed channels", "embed"))
+    yield Rule(target="text.norm.weight", source="{root}txt_norm.weight", dims="channels")
+    yield from _linear("text.linear", "{root}txt_in", ("embed channels", "embed"))
+    time = "{root}time_text_embed.timestep_embedder"
     yield from _linear("conditions.time.up", f"{time}.linear_1", ("cond channels", "cond"))
     yield from _linear("conditions.time.down", f"{time}.linear_2", ("embed cond", "embed"))
-    yield Rule(target="conditions.added", source=_ADDED, dims="kinds embed")
+    yield Rule(target="conditions.added", source=f"{{root}}{_ADDED}", dims="kinds embed")
     for stream, (name, projections, added, out) in _STREAMS.items():
         target = f"double.{stream}"
         yield from _linear(f"{target}.modulation", f"{_BLOCK}.{name}_mod.1", _MODULATION)
@@ -50,20 +50,25 @@ def _rules() -> Iterator[Rule]:
         yield from _linear(f"{target}.out", f"{_BLOCK}.attn.{out}", (f"embed {_HEADS}", "embed"))
         yield from _linear(f"{target}.up", f"{_BLOCK}.{name}_mlp.net.0.proj", ("mlp embed", "mlp"))
         yield from _linear(f"{target}.down", f"{_BLOCK}.{name}_mlp.net.2", ("embed mlp", "embed"))
-    yield from _linear("head.modulation", "norm_out.linear", _MODULATION)
-    yield from _linear("head.out", "proj_out", ("channels embed", "channels"))
+    yield from _linear("head.modulation", "{root}norm_out.linear", _MODULATION)
+    yield from _linear("head.out", "{root}proj_out", ("channels embed", "channels"))
 
 
 _MODULATION = ("(block embed) cond", "(block embed)")
 _ADDED = "time_text_embed.addition_t_embedding.weight"
-LAYOUTS = (Layout(name="diffusers", rules=tuple(_rules()), stem="diffusion_pytorch_model"),)
+_RULES, _SINGLE = tuple(_rules()), "model.diffusion_model."
+LAYOUTS = (
+    Layout(name="diffusers", roots={"root": ""}, stem="diffusion_pytorch_model"),
+    Layout(name="single file", roots={"root": _SINGLE}, stem="qwen_image"),
+)
 ZERO_COND = "__index_timestep_zero__"  # an empty tensor in single files of models that have `zero_cond`
-UNUSED = {ZERO_COND: "it says that reference images are of timestep 0, which is in the config"}
+UNUSED = {rf"(.*\.)?{ZERO_COND}": "it says that reference images are of timestep 0, which is in the config"}
 HEAD_DIM, AXES, PATCH = 128, (16, 56, 56), 2  # of the published models
 
 
 def _from_tensors(tensors: Mapping[str, TensorInfo]) -> Config:
     """Sizes of a single file, from shapes, and its variant, from the tensors that only some have."""
+    tensors = {key.removeprefix(_SINGLE): info for key, info in tensors.items()}
     places = {
         "image": "img_in.weight",
         "text": "txt_in.weight",
@@ -139,8 +144,16 @@ def read_config(source: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) ->
     )
 
 
-def write_config(config: Config, layout: str) -> dict[str, Any]:
-    """config.json as diffusers has it."""
+def write_config(config: Config, layout: str) -> dict[str, Any] | None:
+    """config.json as diffusers has it; single files have none.
+
+    Raises:
+        InputError: a single file would not tell which variant it is.
+    """
+    if layout == LAYOUTS[1].name:
+        lost = [f"zero_cond: nothing but a tensor {ZERO_COND!r} says it there"] if config.zero_cond else []
+        fail_if(lost, "qwen-image: layout 'single file' does not hold all of this model: export as 'diffusers'")
+        return None
     return {
         "_class_name": "QwenImageTransformer2DModel",
         **{field: getattr(config, ours) for field, (ours, _) in _FIELDS.items()},
@@ -155,6 +168,7 @@ FAMILY = FamilyRules(
     family="qwen-image",
     part="transformer",
     layouts=LAYOUTS,
+    rules=_RULES,
     unused=UNUSED,
     read_config=read_config,
     config_optional=True,

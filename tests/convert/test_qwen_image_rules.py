@@ -67,7 +67,7 @@ def test_single_files_with_a_prefix_tell_sizes_and_variant(tmp_path, name):
     prefix = "model.diffusion_model."
     marker = {prefix + ZERO_COND: (0,)} if name == "edit-2511" else {}
     plan = plan_conversion(write_hollow(tmp_path, {prefix + k: v for k, v in keys.items()} | marker, None))
-    assert (plan.family, plan.prefix, plan.config) == ("qwen-image", prefix, qwen_image.PRESETS[name])
+    assert (plan.family, plan.layout, plan.config) == ("qwen-image", "single file", qwen_image.PRESETS[name])
     assert set(plan.carried) == set(marker)
     assert_one_to_one(plan, keys, prefix)
 
@@ -106,21 +106,32 @@ def test_a_folder_of_diffusers_there_and_back(tmp_path, name):
     assert read_config(write_config(config, "diffusers"), {}) == config
 
 
-@pytest.mark.parametrize("prefix", ["", "model.diffusion_model."])
-def test_a_single_file_there_and_back_and_as_a_folder(tmp_path, prefix):
-    """Its sizes and its variant come from the tensors; written as diffusers has it, it has a config."""
-    model, saved, config = build(**WIDE, zero_cond_t=True)
-    named = {k: v.astype(np.float16) for k, v in arrays(model).items()}
-    single = {prefix + k: v for k, v in named.items()} | {prefix + ZERO_COND: np.zeros(0, np.float32)}
+@pytest.mark.parametrize("prefix", ["", "diffusion_model.", "model.diffusion_model."])
+def test_a_single_file_there_and_back(tmp_path, prefix):
+    """Its sizes and its variant come from the tensors."""
+    model, _, config = build(**WIDE, zero_cond_t=True)
+    single = {prefix + k: v.astype(np.float16) for k, v in arrays(model).items()}
+    single[prefix + ZERO_COND] = np.zeros(0, np.float32)
     convert(write(tmp_path / "source", single), tmp_path / "a", sync=False)
     assert checkpoints.open(tmp_path / "a").config == config
     export(tmp_path / "a", tmp_path / "out")
     same(loaded(tmp_path / "out"), single)
-    export(tmp_path / "a", tmp_path / "folder", layout="diffusers")
-    written = json.loads((tmp_path / "folder/config.json").read_text())
-    assert written == KIND | {k: list(v) if isinstance(v, tuple) else v for k, v in saved.items() if k in SIZES}
-    again = loaded(tmp_path / "folder")
-    same({k: v for k, v in again.items() if ZERO_COND not in k}, named)
+
+
+def test_each_layout_is_written_from_the_other(tmp_path):
+    model, saved, config = build(**WIDE, **VARIANTS["layered"])
+    named = {k: v.astype(np.float16) for k, v in arrays(model).items()}
+    single = {"model.diffusion_model." + k: v for k, v in named.items()}
+    convert(write(tmp_path / "source", named, KIND | saved), tmp_path / "a", sync=False)
+    export(tmp_path / "a", tmp_path / "single", layout="single file")
+    same(loaded(tmp_path / "single"), single)
+    assert not (tmp_path / "single/config.json").exists()
+    convert(tmp_path / "single", tmp_path / "b", sync=False)
+    export(tmp_path / "b", tmp_path / "again", layout="diffusers")
+    same(loaded(tmp_path / "again"), named)
+    assert read_config(json.loads((tmp_path / "again/config.json").read_text()), {}) == config
+    with pytest.raises(InputError, match="zero_cond: nothing but a tensor"):
+        write_config(qwen_image.PRESETS["edit-2511"], "single file")
 
 
 def test_tensors_that_do_not_tell_the_sizes_are_refused(tmp_path):

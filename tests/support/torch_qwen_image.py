@@ -4,7 +4,7 @@ import torch
 from diffusers import QwenImageTransformer2DModel
 from torch_values import by_rules, harshen
 
-from shardzoo.convert.families.qwen_image import LAYOUTS, read_config
+from shardzoo.convert.families.qwen_image import FAMILY, read_config
 from shardzoo.zoo import qwen_image
 
 SIZES = dict(
@@ -25,4 +25,4 @@ def build(seed=0, **changes):
 
 def values(named, config):
     """Our paths -> arrays, from torch names -> arrays (weights, or their gradients)."""
-    return by_rules(named, qwen_image.declare(config), LAYOUTS)
+    return by_rules(named, qwen_image.declare(config), FAMILY.layouts, rules=FAMILY.rules)
