@@ -29,6 +29,8 @@ class Rule:
         at: index or (start, stop) in the leaf for dims that the source does not hold whole, such as `block`.
         start: source dim -> where in it the block begins, for tensors that pack several leaves: a number, or a product
             of numbers and dims of the model that are of one size in all leaves ("3 embed").
+        number: (index in the leaf's `layer` dim, all leaves) -> the number that `{layer}` stands for, where layers of
+            several kinds take turns; None where it is the index.
     """
 
     target: str
@@ -36,6 +38,7 @@ class Rule:
     dims: str
     at: Mapping[str, int | tuple[int, int]] = dataclasses.field(default_factory=dict)
     start: Mapping[int, int | str] = dataclasses.field(default_factory=dict)
+    number: Callable[[int, Mapping[str, Param]], int] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,8 +69,15 @@ def expand(rules: Iterable[Rule], params: Mapping[str, Param], roots: Mapping[st
 
     Rules whose leaf is not declared (an optional bias) give none.
     """
-    known, sizes = [rule for rule in rules if rule.target in params], _dim_sizes(params)
-    return [piece for rule in known for piece in _pieces(rule, params[rule.target], roots, sizes)]
+    sizes = _dim_sizes(params)
+    return [piece for rule in rules if rule.target in params for piece in _pieces(rule, params, roots, sizes)]
+
+
+def layer_numbers(rule: Rule, params: Mapping[str, Param]) -> list[int]:
+    """What `{layer}` stands for in the source, for each index of the leaf's `layer` dim; none without that dim."""
+    param = params[rule.target]
+    indices = range(param.size(LAYER) if LAYER in param.names else 0)
+    return [index if rule.number is None else rule.number(index, params) for index in indices]
 
 
 def _dim_sizes(params: Mapping[str, Param]) -> dict[str, int]:
@@ -79,11 +89,16 @@ def _dim_sizes(params: Mapping[str, Param]) -> dict[str, int]:
     return {dim: min(sizes) for dim, sizes in found.items() if len(sizes) == 1}
 
 
-def _pieces(rule: Rule, param: Param, roots: Mapping[str, str], sizes: Mapping[str, int]) -> Iterator[Piece]:
-    layers = range(param.size(LAYER)) if LAYER in param.names else (None,)
-    for layer in layers:
-        fixed = dict(rule.at) if layer is None else {LAYER: layer, **rule.at}
-        yield Piece(rule.target, _at(param, fixed), rule.source.format(layer=layer, **roots), _take(rule, param, sizes))
+def _pieces(
+    rule: Rule, params: Mapping[str, Param], roots: Mapping[str, str], sizes: Mapping[str, int]
+) -> Iterator[Piece]:
+    param = params[rule.target]
+    take = _take(rule, param, sizes)
+    if LAYER not in param.names:
+        yield Piece(rule.target, _at(param, rule.at), rule.source.format(layer=None, **roots), take)
+    for index, number in enumerate(layer_numbers(rule, params)):
+        at = _at(param, {LAYER: index, **rule.at})
+        yield Piece(rule.target, at, rule.source.format(layer=number, **roots), take)
 
 
 def _at(param: Param, fixed: Mapping[str, int | tuple[int, int]]) -> Ranges:
@@ -114,7 +129,7 @@ def expected(rules: Iterable[Rule], params: Mapping[str, Param], roots: Mapping[
         if rule.target not in params:
             continue
         made_of = _made_of(rule, params[rule.target])
-        for piece in _pieces(rule, params[rule.target], roots, sizes):
+        for piece in _pieces(rule, params, roots, sizes):
             shape = tuple(stop for _, stop in piece.take)
             before = found.get(piece.source)
             if before:

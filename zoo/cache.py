@@ -12,7 +12,6 @@ from jax import P, lax
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from shardzoo.kernels.flash_attention.options import varying_over
-from shardzoo.zoo.decoder import Config
 from shardzoo.zoo.in_place import block_at, from_storage, to_storage
 from shardzoo.zoo.mesh import CONTEXT, DATA, KV
 
@@ -41,6 +40,13 @@ class Cache(NamedTuple):
         k, v = block_at((self.k, self.v), layer)
         return from_storage(k, dtype), from_storage(v, dtype)
 
+    def feed(self, now: Int[Array, " batch"], step: Int[Array, ""], steps: int) -> tuple["Cache", Int[Array, ""]]:
+        """With the positions of the tokens fed at decode step `step` of `steps`, and the slot that is for them."""
+        prompt_slots = self.positions.shape[1] - spare_slots(steps, lax.axis_size(CONTEXT))
+        slot, kept = step_slot(prompt_slots, step)
+        held = jnp.where(kept, now, EMPTY)[:, None]
+        return self._replace(positions=lax.dynamic_update_slice(self.positions, held, (0, slot))), slot
+
     def visible(self, now: Int[Array, " batch"], window: int | None) -> Int[Array, "batch slots"]:
         """0 for slots that a query at position `now` sees and -1 for others, as `cached_attention` takes them."""
         seen = self.positions != EMPTY
@@ -61,13 +67,27 @@ def spare_slots(steps: int, degree: int) -> int:
     return steps if degree == 1 else -(-steps // degree) + 1
 
 
-def empty(config: Config, batch: int, prompt_slots: int, steps: int, kv_heads: int, dtype: jnp.dtype) -> Cache:
-    """A cache for a prompt share of `prompt_slots` and `steps` decode steps; sizes are one device's."""
+def empty(
+    prompt: Int[Array, "rows seq"],
+    lengths: Int[Array, " batch"],
+    *,
+    steps: int,
+    layers: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: jnp.dtype,
+) -> Cache:
+    """A cache for this share of the prompt and `steps` decode steps; sizes are one device's.
+
+    `prompt` is the positions of the share, which the first slots are for; those of padding stay empty.
+    """
+    batch, prompt_slots = lengths.shape[0], prompt.shape[1]
     slots = prompt_slots + spare_slots(steps, lax.axis_size(CONTEXT))
-    shape = (config.layers, batch, slots, kv_heads, config.head_dim)
+    shape = (layers, batch, slots, kv_heads, head_dim)
     storage = varying_over(to_storage(jnp.zeros(shape, dtype)), frozenset({DATA, CONTEXT, KV}))
     positions = varying_over(jnp.full((batch, slots), EMPTY, jnp.int32), frozenset({DATA, CONTEXT}))
-    return Cache(k=storage, v=storage, positions=positions)
+    held = jnp.where(prompt < lengths[:, None], prompt, EMPTY)
+    return Cache(k=storage, v=storage, positions=lax.dynamic_update_slice(positions, held, (0, 0)))
 
 
 def step_slot(prompt_slots: int, step: Int[Array, ""]) -> tuple[Int[Array, ""], Bool[Array, ""]]:

@@ -3,6 +3,9 @@
     run = generate(declared, mesh)
     tokens, lengths = run(model, prompts, prompt_lengths, max_new_tokens=64, stop_ids=(2,))
 
+Here is all that families of language models share, and the decoder family's own part (`DECODER`); what another family
+keeps of the tokens so far, and how it computes with it, is its own `Engine`.
+
 The batch is split over `data`, the prompt and the cache over `context`, heads and vocabulary over the tensor axes. Per
 decode step and block: two all-reduces over the tensor axes, and over `context` one all-gather of the partial attention.
 Per step: one all-reduce for the embedding, one all-gather of the logits, one all-reduce over `data` that says whether
@@ -11,8 +14,9 @@ any row still runs. The weights are read in place: no gradient flows through gen
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,7 +30,7 @@ from shardzoo.errors import InputError, fail_if
 from shardzoo.kernels.flash_attention.options import varying_over
 from shardzoo.zoo import layout
 from shardzoo.zoo.attention import attention, cached_attention
-from shardzoo.zoo.cache import CACHE_SPECS, EMPTY, Cache, empty, spare_slots, step_slot
+from shardzoo.zoo.cache import CACHE_SPECS, Cache, empty
 from shardzoo.zoo.decoder import Config, Decoder, Host, by_window, gather_ends, pad, sequence_positions
 from shardzoo.zoo.in_place import block_at
 from shardzoo.zoo.mesh import CONTEXT, DATA, TP
@@ -35,9 +39,12 @@ from shardzoo.zoo.rope import rotary
 
 
 class State(NamedTuple):
-    """Where a generation stands; `step` tokens of each row are chosen, the last of them is not fed yet."""
+    """Where a generation stands; `step` tokens of each row are chosen, the last of them is not fed yet.
 
-    cache: Cache
+    `cache` is what the engine keeps of the tokens fed.
+    """
+
+    cache: Any
     prompt: Int[Array, " batch"]
     step: Int[Array, ""]
     token: Int[Array, " batch"]
@@ -47,16 +54,28 @@ class State(NamedTuple):
     lengths: Int[Array, " batch"]
 
 
-STATE_SPECS = State(
-    cache=CACHE_SPECS,
-    prompt=P(DATA),
-    step=P(),
-    token=P(DATA),
-    done=P(DATA),
-    running=P(),
-    tokens=P(DATA),
-    lengths=P(DATA),
-)
+class Engine(NamedTuple):
+    """What generation needs of a family. The functions run inside a `shard_map`; shapes are one device's.
+
+    Attributes:
+        gather_ends: (model, declared, to=) -> the model with all but its layers gathered from a split at rest.
+        prefill: (model, declared, tokens, lengths, steps, dtype) -> the cache of the prompt, with room for so many
+            decode steps, and the logits after each row's last token, whole on the tensor axes.
+        decode_step: (model, declared, state, dtype) -> the cache with each row's last token, and the logits after it.
+        cache_specs: how the cache is split.
+    """
+
+    gather_ends: Callable[..., Any]
+    prefill: Callable[..., tuple[Any, Array]]
+    decode_step: Callable[..., tuple[Any, Array]]
+    cache_specs: Any
+
+    @property
+    def state_specs(self) -> State:
+        rows = P(DATA)
+        return State(
+            cache=self.cache_specs, prompt=rows, step=P(), token=rows, done=rows, running=P(), tokens=rows, lengths=rows
+        )
 
 
 def last_rows(x: Float[Array, "batch seq embed"], lengths: Int[Array, " batch"]) -> Float[Array, "batch one embed"]:
@@ -68,7 +87,7 @@ def last_rows(x: Float[Array, "batch seq embed"], lengths: Int[Array, " batch"])
     return lax.psum(jnp.where(here[:, None, None], found, 0), CONTEXT)
 
 
-def next_logits(model: Decoder, x: Float[Array, "batch one embed"]) -> Float[Array, "batch vocab"]:
+def next_logits(model: Any, x: Float[Array, "batch one embed"]) -> Float[Array, "batch vocab"]:
     """Logits over the whole vocabulary, on every device of the tensor axes: one all-gather over them."""
     return lax.all_gather(model.logits(model.norm(x)), TP, axis=2, tiled=True, to="invarying")[:, 0]
 
@@ -82,13 +101,13 @@ def prefill(
     dtype: Any,
 ) -> tuple[Cache, Float[Array, "batch vocab"]]:
     """Cache of the prompt, with room for `steps` decode steps, and logits after each row's last token."""
-    config, (batch, seq) = model.config, tokens.shape
-    positions = sequence_positions(seq)
+    config, positions = model.config, sequence_positions(tokens.shape[1])
     turn = rotary(config.rope, config.head_dim, positions)
     x = model.embed(tokens, dtype, in_place=True)
-    cache = empty(config, batch, seq, steps, model.blocks.attn.kv.weight.shape[2], x.dtype)
-    held = jnp.where(positions < lengths[:, None], positions, EMPTY)
-    cache = cache._replace(positions=lax.dynamic_update_slice(cache.positions, held, (0, 0)))
+    kv_heads, head_dim = model.blocks.attn.kv.weight.shape[2:4]
+    cache = empty(
+        positions, lengths, steps=steps, layers=config.layers, kv_heads=kv_heads, head_dim=head_dim, dtype=x.dtype
+    )
 
     def body(carry: tuple[Array, Cache], layer: Array) -> tuple[tuple[Array, Cache], None]:
         x, cache = carry
@@ -105,12 +124,9 @@ def decode_step(
     model: Decoder, declared: Decoder, state: State, dtype: Any
 ) -> tuple[Cache, Float[Array, "batch vocab"]]:
     """Feeds each row's last token: the cache with it, and the logits after it."""
-    config, cache, fed = model.config, state.cache, state.step - 1
+    config, fed = model.config, state.step - 1
     now = state.prompt + fed
-    prompt_slots = cache.positions.shape[1] - spare_slots(state.tokens.shape[1] - 1, lax.axis_size(CONTEXT))
-    slot, kept = step_slot(prompt_slots, fed)
-    held = jnp.where(kept, now, EMPTY)[:, None]
-    cache = cache._replace(positions=lax.dynamic_update_slice(cache.positions, held, (0, slot)))
+    cache, slot = state.cache.feed(now, fed, state.tokens.shape[1] - 1)
     turn = rotary(config.rope, config.head_dim, now[:, None])
     sees = _visible(config, cache, now)
     x = model.embed(state.token[:, None], dtype, in_place=True)
@@ -136,7 +152,10 @@ def _visible(config: Config, cache: Cache, now: Int[Array, " batch"]) -> Callabl
     return lambda layer: jnp.where(jnp.asarray(windowed)[layer], near, far)
 
 
-def _take(state: State, cache: Cache, token: Int[Array, " batch"], stop_ids: Int[Array, " stops"]) -> State:
+DECODER = Engine(gather_ends=gather_ends, prefill=prefill, decode_step=decode_step, cache_specs=CACHE_SPECS)
+
+
+def _take(state: State, cache: Any, token: Int[Array, " batch"], stop_ids: Int[Array, " stops"]) -> State:
     """The state with one more token chosen; rows that are done get zeros."""
     token = jnp.where(state.done, 0, token)
     done = state.done | jnp.any(token[:, None] == stop_ids, axis=1)
@@ -161,20 +180,21 @@ def _rows(batch: int) -> Int[Array, " batch"]:
 
 
 def _start(
-    model: Decoder,
+    model: eqx.Module,
     tokens: Int[Array, "batch seq"],
     lengths: Int[Array, " batch"],
     key: Key[Array, ""],
     stop_ids: Int[Array, " stops"],
     *,
-    declared: Decoder,
+    declared: eqx.Module,
+    engine: Engine,
     sampling: Sampling,
     new: int,
     dtype: Any,
 ) -> State:
     """One device's state after the prompt, with the first token chosen. Rows of length 0 are done."""
-    model = gather_ends(model, declared, to="invarying")
-    cache, logits = prefill(model, declared, tokens, lengths, new - 1, dtype)
+    model = engine.gather_ends(model, declared, to="invarying")
+    cache, logits = engine.prefill(model, declared, tokens, lengths, new - 1, dtype)
     batch, step = tokens.shape[0], jnp.zeros((), jnp.int32)
     none = varying_over(jnp.zeros(batch, jnp.int32), frozenset({DATA}))
     state = State(
@@ -191,22 +211,23 @@ def _start(
 
 
 def _advance(
-    model: Decoder,
+    model: eqx.Module,
     state: State,
     key: Key[Array, ""],
     stop_ids: Int[Array, " stops"],
     until: Int[Array, ""],
     *,
-    declared: Decoder,
+    declared: eqx.Module,
+    engine: Engine,
     sampling: Sampling,
     dtype: Any,
 ) -> State:
     """One device's state when `until` tokens of each row are chosen, or every row has stopped."""
-    model = gather_ends(model, declared, to="invarying")
+    model = engine.gather_ends(model, declared, to="invarying")
     rows = _rows(state.token.shape[0])
 
     def body(state: State) -> State:
-        cache, logits = decode_step(model, declared, state, dtype)
+        cache, logits = engine.decode_step(model, declared, state, dtype)
         return _take(state, cache, choose(logits, sampling, key, rows, state.step), stop_ids)
 
     return lax.while_loop(lambda s: s.running & (s.step < until), body, state)
@@ -215,15 +236,15 @@ def _advance(
 class _Programs:
     """The two halves of generation as functions of global arrays."""
 
-    def __init__(self, declared: Decoder, mesh: Mesh | AbstractMesh, dtype: Any):
+    def __init__(self, declared: eqx.Module, mesh: Mesh | AbstractMesh, dtype: Any, engine: Engine):
         layout.audit(declared, mesh)
-        self.declared, self.mesh = declared, mesh
+        self.declared, self.mesh, self.engine = declared, mesh, engine
         self.dtype = None if dtype is None else jnp.dtype(dtype)
 
     def _shard(self, f: Callable, inputs: tuple, **options: Any) -> Callable:
-        f = functools.partial(f, declared=self.declared, dtype=self.dtype, **options)
+        f = functools.partial(f, declared=self.declared, engine=self.engine, dtype=self.dtype, **options)
         specs = (layout.specs(self.declared), *inputs)
-        return jax.shard_map(f, mesh=self.mesh, in_specs=specs, out_specs=STATE_SPECS, check_vma=True)
+        return jax.shard_map(f, mesh=self.mesh, in_specs=specs, out_specs=self.engine.state_specs, check_vma=True)
 
     def start(self, model, tokens, lengths, key, stop_ids, *, sampling: Sampling, new: int) -> State:
         tokens = pad(tokens, self.mesh.shape[DATA], self.mesh.shape[CONTEXT])
@@ -232,7 +253,7 @@ class _Programs:
         return f(model, tokens, lengths, key, stop_ids)
 
     def advance(self, model, state: State, key, stop_ids, until, *, sampling: Sampling) -> State:
-        f = self._shard(_advance, (STATE_SPECS, P(), P(), P()), sampling=sampling)
+        f = self._shard(_advance, (self.engine.state_specs, P(), P(), P()), sampling=sampling)
         return f(model, state, key, stop_ids, until)
 
 
@@ -252,7 +273,7 @@ def _check(max_new_tokens: int) -> None:
 
 
 def generate(
-    declared: Decoder, mesh: Mesh | AbstractMesh, *, dtype: Any = None
+    declared: eqx.Module, mesh: Mesh | AbstractMesh, *, dtype: Any = None, engine: Engine = DECODER
 ) -> Callable[..., tuple[Int[Array, "batch new"], Int[Array, " batch"]]]:
     """The function `run(model, tokens, lengths, *, max_new_tokens, temperature, top_k, top_p, key, stop_ids)`.
 
@@ -268,11 +289,12 @@ def generate(
 
     Args:
         dtype: of activations and cache; None is that of the weights.
+        engine: that of the declaration's family.
 
     Raises:
         InputError: the mesh does not fit the declaration; options out of range.
     """
-    programs = _Programs(declared, mesh, dtype)
+    programs = _Programs(declared, mesh, dtype, engine)
 
     @functools.partial(jax.jit, static_argnames=("sampling", "new"))
     def whole(model, tokens, lengths, key, stop_ids, *, sampling, new):
@@ -282,7 +304,7 @@ def generate(
 
     @jaxtyped(typechecker=beartype)
     def run(
-        model: Decoder,
+        model: eqx.Module,
         tokens: Int[Host, "batch seq"],
         lengths: Int[Host, " batch"],
         *,
@@ -301,19 +323,19 @@ def generate(
 
 
 def stream(
-    declared: Decoder, mesh: Mesh, *, dtype: Any = None, chunk: int = 8
+    declared: eqx.Module, mesh: Mesh, *, dtype: Any = None, chunk: int = 8, engine: Engine = DECODER
 ) -> Callable[..., Iterator[tuple[np.ndarray, np.ndarray]]]:
     """As `generate`, but `run` yields (new tokens (batch, up to `chunk`), total lengths so far (batch,)) as they come.
 
     The first token comes by itself, right after the prompt. Tokens of a row beyond its length are zeros.
     """
-    programs = _Programs(declared, mesh, dtype)
+    programs = _Programs(declared, mesh, dtype, engine)
     start = jax.jit(programs.start, static_argnames=("sampling", "new"))
     advance = jax.jit(programs.advance, static_argnames=("sampling",), donate_argnums=1)
 
     @jaxtyped(typechecker=beartype)
     def run(
-        model: Decoder,
+        model: eqx.Module,
         tokens: Int[Host, "batch seq"],
         lengths: Int[Host, " batch"],
         *,
@@ -342,14 +364,15 @@ def stream(
 
 
 def complete(
-    declared: Decoder,
+    declared: Any,
     mesh: Mesh,
-    model: Decoder,
+    model: eqx.Module,
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
     stop_ids: Sequence[int] = (),
     dtype: Any = None,
+    engine: Engine = DECODER,
     **options: Any,
 ) -> list[list[int]]:
     """The new tokens of each prompt as lists, without the stop token; options are those of `generate`.
@@ -367,13 +390,23 @@ def complete(
     tokens = np.zeros((len(prompts), int(lengths.max())), np.int32)
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = prompt
-    run = generate(declared, mesh, dtype=dtype)
+    run = generate(declared, mesh, dtype=dtype, engine=engine)
     new, counts = run(model, tokens, lengths, max_new_tokens=max_new_tokens, stop_ids=stop_ids, **options)
     rows = [row[:count].tolist() for row, count in zip(on_host(new), on_host(counts), strict=True)]
     return [row[:-1] if row and row[-1] in stop_ids else row for row in rows]
 
 
-def check_prompts(config: Config, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+@runtime_checkable
+class Limits(Protocol):
+    """What a family's config says of the tokens that it takes."""
+
+    @property
+    def vocab(self) -> int: ...
+    @property
+    def max_positions(self) -> int: ...
+
+
+def check_prompts(config: Limits, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
     """Raises `InputError` naming every prompt that `complete` would refuse; needs no weights."""
     _check(max_new_tokens)
     problems = []

@@ -1,0 +1,126 @@
+"""Generation with Qwen3.5: what one forward pass after another gives, on every mesh, for ragged prompts."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_qwen3_5 import CONFIG, weights
+
+from shardzoo.errors import InputError
+from shardzoo.zoo import layout, qwen3_5
+from shardzoo.zoo.families import find_family
+from shardzoo.zoo.mesh import Degrees, make_mesh
+from shardzoo.zoo.qwen3_5_generate import complete, generate, stream
+
+CONFIG = dataclasses.replace(CONFIG, vocab=240)
+NEW = 8
+LENGTHS = np.array([19, 1, 12])
+TOKENS = np.random.default_rng(0).integers(0, 240, (3, 19))
+SAMPLED = dict(temperature=1.5, top_k=50, top_p=0.95)
+MESHES = [
+    (dict(context=3), None),
+    (dict(data=2, context=2, tensor=2), "data"),
+    (dict(context=2, tensor=2), "context"),
+    (dict(tensor=8, kv_heads=4), None),
+    (dict(context=8), None),
+]
+
+
+def live(degrees, at_rest=None, dtype=np.float32):
+    """Declaration, mesh and model, the same weights on every mesh."""
+    declared, mesh = qwen3_5.declare(CONFIG, dtype), make_mesh(**degrees)
+    values = jax.tree.map(lambda v: v.astype(dtype), weights(qwen3_5.declare(CONFIG)))
+    if at_rest:
+        declared = layout.split_at_rest(declared, at_rest, layout.with_kv(declared, Degrees(**degrees)), smallest=64)
+    return declared, mesh, layout.place(declared, mesh, values)
+
+
+@pytest.fixture(scope="module")
+def step_by_step():
+    """Greedy tokens by a whole forward pass for each of them, without a cache."""
+    declared, mesh, model = live({})
+    f = jax.jit(qwen3_5.forward(declared, mesh))
+    rows = []
+    for prompt, length in zip(TOKENS, LENGTHS, strict=True):
+        ids = list(prompt[:length])
+        for _ in range(NEW):
+            padded = np.zeros((1, 32), int)
+            padded[0, : len(ids)] = ids
+            ids.append(int(jnp.argmax(f(model, padded)[0, len(ids) - 1])))
+        rows.append(ids[length:])
+    return rows
+
+
+@pytest.fixture(scope="module")
+def sampled():
+    declared, mesh, model = live({})
+    tokens, _ = generate(declared, mesh)(model, TOKENS, LENGTHS, max_new_tokens=NEW, key=jax.random.key(3), **SAMPLED)
+    return np.asarray(tokens)
+
+
+def test_one_device(step_by_step, sampled):
+    declared, mesh, model = live({})
+    tokens, counts = generate(declared, mesh)(model, TOKENS, LENGTHS, max_new_tokens=NEW)
+    assert np.asarray(tokens).tolist() == step_by_step and np.asarray(counts).tolist() == [NEW] * 3
+    assert len(np.unique(sampled)) > 10 and sampled.tolist() != step_by_step
+
+
+@pytest.mark.parametrize(
+    "degrees, at_rest", [*MESHES[:2], *(pytest.param(*m, marks=pytest.mark.slow) for m in MESHES[2:])], ids=str
+)
+def test_every_mesh_gives_the_same_tokens(step_by_step, sampled, degrees, at_rest):
+    declared, mesh, model = live(degrees, at_rest)
+    run = generate(declared, mesh)
+    tokens, _ = run(model, TOKENS, LENGTHS, max_new_tokens=NEW)
+    assert np.asarray(tokens).tolist() == step_by_step
+    tokens, _ = run(model, TOKENS, LENGTHS, max_new_tokens=NEW, key=jax.random.key(3), **SAMPLED)
+    np.testing.assert_array_equal(tokens, sampled)
+
+
+def test_a_row_does_not_depend_on_the_others_or_on_padding(step_by_step):
+    declared, mesh, model = live(dict(context=2))
+    wide = np.full((2, 33), 7)
+    wide[0, :19], wide[1, :12] = TOKENS[0], TOKENS[2][:12]
+    run = generate(declared, mesh)
+    tokens, counts = run(model, wide, np.array([19, 0]), max_new_tokens=NEW)
+    assert np.asarray(tokens)[0].tolist() == step_by_step[0] and np.asarray(counts).tolist() == [NEW, 0]
+    tokens, _ = run(model, wide, np.array([19, 12]), max_new_tokens=NEW)
+    assert np.asarray(tokens).tolist() == [step_by_step[0], step_by_step[2]]
+
+
+def test_stream_and_stop_tokens(step_by_step):
+    declared, mesh, model = live(dict(data=2))
+    stop = step_by_step[0][2]
+    ends = [row.index(stop) + 1 if stop in row else NEW for row in step_by_step]
+    parts = list(stream(declared, mesh, chunk=3)(model, TOKENS, LENGTHS, max_new_tokens=NEW, stop_ids=(stop,)))
+    joined = np.concatenate([new for new, _ in parts], axis=1)
+    assert parts[0][0].shape == (3, 1) and parts[-1][1].tolist() == ends
+    for row, want, end in zip(joined, step_by_step, ends, strict=True):
+        assert row[:end].tolist() == want[:end] and not row[end:].any()
+
+
+def test_bfloat16_follows_its_own_forward_pass():
+    """Tail, keys and weights are kept as integers on a CPU: the tokens are the argmax of the plain pass."""
+    declared, mesh, model = live({}, dtype=jnp.bfloat16)
+    tokens, _ = generate(declared, mesh)(model, TOKENS, LENGTHS, max_new_tokens=NEW)
+    tokens = np.asarray(tokens)
+    f = jax.jit(qwen3_5.forward(declared, mesh))
+    for row, (prompt, length) in enumerate(zip(TOKENS, LENGTHS, strict=True)):
+        ids = np.zeros((1, 32), int)
+        ids[0, : length + NEW] = [*prompt[:length], *tokens[row]]
+        logits = np.asarray(f(model, ids), np.float32)[0, length - 1 : length + NEW - 1]
+        chosen = logits[np.arange(NEW), tokens[row]]
+        assert (logits.max(-1) - chosen <= 0.03 * np.abs(logits).max()).all()  # ties within the rounding
+
+
+def test_the_family_names_its_engine(step_by_step):
+    assert find_family("qwen3-5").text == complete.func.__module__.replace("generate", "qwen3_5_generate")
+    declared, mesh, model = live({})
+    prompts = [row[:n].tolist() for row, n in zip(TOKENS, LENGTHS, strict=True)]
+    assert complete(declared, mesh, model, prompts, max_new_tokens=NEW) == step_by_step
+    with pytest.raises(InputError, match=r"\[240\] are not in 0 ... 239"):
+        complete(declared, mesh, model, [[240]], max_new_tokens=NEW)
+    with pytest.raises(InputError, match="60 tokens \\+ max_new_tokens=8 exceed"):
+        complete(declared, mesh, model, [[1] * 60], max_new_tokens=NEW)
