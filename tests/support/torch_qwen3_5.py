@@ -27,7 +27,8 @@ CASES = {
     "two-super-blocks": dict(
         **{**SIZES, "rms_norm_eps": 1e-3}, num_hidden_layers=8, num_attention_heads=6, num_key_value_heads=2,
         head_dim=10, tie_word_embeddings=True, rope_parameters=_rope(0.4, [1, 1, 0], 1e4),
-        linear_conv_kernel_dim=4, linear_key_head_dim=11, linear_value_head_dim=11, linear_num_key_heads=2, linear_num_value_heads=2,
+        linear_conv_kernel_dim=4, linear_key_head_dim=11, linear_value_head_dim=11, linear_num_key_heads=2,
+        linear_num_value_heads=2,
     ),
     "every-other": dict(
         **SIZES, num_hidden_layers=4, num_attention_heads=3, num_key_value_heads=1, head_dim=14,
