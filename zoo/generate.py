@@ -31,7 +31,8 @@ from shardzoo.kernels.flash_attention.options import varying_over
 from shardzoo.zoo import layout
 from shardzoo.zoo.attention import attention, cached_attention
 from shardzoo.zoo.cache import CACHE_SPECS, Cache, empty
-from shardzoo.zoo.decoder import Config, Decoder, Host, by_window, gather_ends, pad, sequence_positions
+from shardzoo.zoo.decoder import Host, gather_ends, pad, sequence_positions
+from shardzoo.zoo.decoder_model import Config, Decoder, by_window
 from shardzoo.zoo.in_place import block_at
 from shardzoo.zoo.mesh import CONTEXT, DATA, TP
 from shardzoo.zoo.next_token import Sampling, choose
