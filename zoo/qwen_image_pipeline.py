@@ -221,7 +221,11 @@ def encode(parts: Components, mesh: Mesh, settings: Settings, request: Request) 
 
 
 def _seen(parts: Components, mesh: Mesh, request: Request, text: Text) -> dict[str, Array | np.ndarray]:
-    """What the language model is given of the images: their features, once for all rows, and where they belong."""
+    """What the language model is given of the images: their features, once for all rows, and where they belong.
+
+    Tokens of an image have positions by row and column, as the model was trained; in diffusers 0.42 they have them with
+    transformers 4 alone, as those of transformers 5 ask to be told which tokens are of images.
+    """
     declared = parts.declared[EYES]
     eyes, grids = declared.config, _grids(declared.config, request.seen)
     fitted = [

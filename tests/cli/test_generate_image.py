@@ -95,6 +95,20 @@ def test_a_batch_goes_to_a_folder_as_a_user_has_it(folders, tmp_path):
     assert again.status == 1 and "exists already: pass --overwrite" in again.err
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "words"), [("flux2-klein", ("--mesh", "tensor=2")), ("qwen-image", ("--offload",))])
+def test_weights_in_eight_bits_make_about_the_same_image(folders, tmp_path, kind, words):
+    _, ours = folders(kind)
+    images = []
+    for number, more in enumerate([(), ("--quantize", "int8", *words)]):
+        out = tmp_path / f"{number}.png"
+        ended = invoke("generate", ours, "--prompt", PROMPT, *SIZE, "--out", out, *more)
+        assert ended.status == 0, ended.err
+        images.append(np.asarray(PIL.Image.open(out)).astype(int))
+    difference = np.abs(images[0] - images[1])
+    assert 0 < difference.mean() < 8 < images[0].std()
+
+
 @pytest.mark.parametrize(
     ("kind", "words", "named"),
     [
