@@ -22,7 +22,7 @@ from shardzoo.zoo import layout
 from shardzoo.zoo.families import Family, TraceSizes, register
 from shardzoo.zoo.flux_blocks import Rows, Run, run_blocks, streams_dtype
 from shardzoo.zoo.flux_model import Config, Flux
-from shardzoo.zoo.joint_streams import Shares, positions_rotary
+from shardzoo.zoo.joint_streams import Shares, Turns, positions_rotary
 from shardzoo.zoo.layers import Residual, SplitInputLinear, pad
 from shardzoo.zoo.mesh import DATA, TP
 
@@ -75,8 +75,8 @@ def forward(
         image: tokens of the noisy latents, each of a patch's channels.
         text, pooled: states of the text encoders; all of text is attended to, padding too, as the models expect.
         timesteps: from 0 to 1, one for each row.
-        image_ids, text_ids: positions along each axis; not traced, since the rotary tables are made of them in
-            float64 once. Those of the text are zeros if not given.
+        image_ids, text_ids: positions along each axis; not traced, since the turns are made of them in float64
+            once. Those of the text are zeros if not given.
         guidance: scale of the guidance, one for each row, for a model that is told it.
 
     Collectives, besides those of the blocks: one all-reduce for the conditions, one for the modulation of all blocks
@@ -112,9 +112,9 @@ def forward(
         fail_if(_problems(config, image, text, pooled, image_ids, text_ids, guidance), "flux.forward")
         given = {"image": image, "text": text, "pooled": pooled, "timesteps": timesteps, "guidance": guidance}
         arrays = {k: pad(jnp.asarray(v), 0, mesh.shape[DATA]) for k, v in given.items() if v is not None}
-        tables = [positions_rotary(ids, config.axes, config.theta) for ids in (text_ids, image_ids)]
+        places = tuple(positions_rotary(ids, config.axes, config.theta) for ids in (text_ids, image_ids))
         shard = jax.shard_map(
-            lambda model, arrays: _forward(model, declared, run, tables, **arrays),
+            lambda model, arrays: _forward(model, declared, run, places, **arrays),
             mesh=mesh,
             in_specs=(layout.specs(declared), P(DATA)),
             out_specs=P(DATA),
@@ -141,7 +141,7 @@ def _forward(
     model: Flux,
     declared: Flux,
     run: Run,
-    tables: list[np.ndarray],
+    places: tuple[Turns, ...],
     *,
     image: Float[Array, "batch seq channels"],
     text: Float[Array, "batch text_seq width"],
@@ -158,7 +158,7 @@ def _forward(
     condition = jax.nn.silu(model.conditions(timesteps, guidance, pooled.astype(dtype)))
     rows, head_rows = modulations(model, declared, condition)
     streams = model.text(shares.take(text.astype(dtype))), model.image(shares.take(image.astype(dtype)))
-    turns = shares.turns(*tables)
+    turns = shares.turns(*places)
     x = run_blocks(model, declared, streams, rows, turns, shares, shared=False, remat=run.remat)
     return shares.whole(model.head(x, head_rows), image.shape[1])
 

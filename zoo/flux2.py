@@ -22,7 +22,7 @@ from shardzoo.zoo import layout
 from shardzoo.zoo.families import Family, TraceSizes, register
 from shardzoo.zoo.flux2_model import Config, Flux2
 from shardzoo.zoo.flux_blocks import Run, run_blocks, streams_dtype
-from shardzoo.zoo.joint_streams import Shares, positions_rotary
+from shardzoo.zoo.joint_streams import Shares, Turns, positions_rotary
 from shardzoo.zoo.layers import Residual, pad
 from shardzoo.zoo.mesh import DATA
 
@@ -89,8 +89,8 @@ def forward(
         text: states of the text encoder's layers, side by side; all of it is attended to, padding too, as the models
             expect.
         timesteps: from 0 to 1, one for each row.
-        image_ids, text_ids: positions along each axis; not traced, since the rotary tables are made of them in
-            float64 once. Those of the text are `text_ids` of its length if not given.
+        image_ids, text_ids: positions along each axis; not traced, since the turns are made of them in float64
+            once. Those of the text are `text_ids` of its length if not given.
         guidance: scale of the guidance, one for each row, for a model that is told it; klein models are not.
 
     Collectives, besides those of the blocks: one all-reduce for the conditions, one for the modulation of all blocks
@@ -108,7 +108,7 @@ def forward(
     if residual not in ("whole", "seq"):
         raise InputError(f"flux2.forward: residual={residual!r} is unknown: use 'whole' or 'seq'")
     run = Run(residual=residual, remat=remat, dtype=None if dtype is None else jnp.dtype(dtype))
-    places = text_ids
+    text_places = text_ids
 
     @jaxtyped(typechecker=beartype)
     def f(
@@ -122,13 +122,13 @@ def forward(
         guidance: Num[Host, " batch"] | None = None,
     ) -> Float[Array, "batch seq out_channels"]:
         config, batch = declared.config, image.shape[0]
-        text_ids = places(text.shape[1]) if text_ids is None else text_ids
+        text_ids = text_places(text.shape[1]) if text_ids is None else text_ids
         fail_if(_problems(config, image, text, image_ids, text_ids, guidance), "flux2.forward")
         given = {"image": image, "text": text, "timesteps": timesteps, "guidance": guidance}
         arrays = {k: pad(jnp.asarray(v), 0, mesh.shape[DATA]) for k, v in given.items() if v is not None}
-        tables = [positions_rotary(ids, config.axes, config.theta) for ids in (text_ids, image_ids)]
+        places = tuple(positions_rotary(ids, config.axes, config.theta) for ids in (text_ids, image_ids))
         shard = jax.shard_map(
-            lambda model, arrays: _forward(model, declared, run, tables, **arrays),
+            lambda model, arrays: _forward(model, declared, run, places, **arrays),
             mesh=mesh,
             in_specs=(layout.specs(declared), P(DATA)),
             out_specs=P(DATA),
@@ -154,7 +154,7 @@ def _forward(
     model: Flux2,
     declared: Flux2,
     run: Run,
-    tables: list[np.ndarray],
+    places: tuple[Turns, ...],
     *,
     image: Float[Array, "batch seq channels"],
     text: Float[Array, "batch text_seq width"],
@@ -170,7 +170,7 @@ def _forward(
     condition = jax.nn.silu(model.conditions(timesteps, guidance, dtype))
     rows, head_rows = model.modulation(condition, model.head.modulation)
     streams = model.text(shares.take(text.astype(dtype))), model.image(shares.take(image.astype(dtype)))
-    turns = shares.turns(*tables)
+    turns = shares.turns(*places)
     x = run_blocks(model, declared, streams, rows, turns, shares, shared=True, remat=run.remat)
     return shares.whole(model.head(x, head_rows), image.shape[1])
 

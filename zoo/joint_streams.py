@@ -19,22 +19,36 @@ from shardzoo.zoo.mesh import CONTEXT, TP
 Pair = tuple[Array, Array]
 
 
+@dataclasses.dataclass(frozen=True)
+class Turns:
+    """How far each token of a stream turns a head's pairs: small, where a table of all tokens would be large.
+
+    Attributes:
+        tables: of each axis of the positions, cosines and sines (2, places, dims) of the places that occur.
+        places: (seq, axes), which of them each token has.
+    """
+
+    tables: tuple[np.ndarray, ...]
+    places: np.ndarray
+
+
 def positions_rotary(
     ids: Float[np.ndarray, "seq axes"], dims: tuple[int, ...], theta: float, dtype: type[np.floating] = np.float64
-) -> np.ndarray:
-    """Cosines and sines (2, seq, head_dim) of positions along several axes, for `video_tokens.rotate_pairs`.
+) -> Turns:
+    """The turns of positions along several axes, for `video_tokens.rotate_pairs`.
 
     Each axis turns `dims[axis]` of a head's dims; angles in `dtype`, tables in float32. A table is laid out like a
     head: cosines twice each, sines with the sign that their place in the pair asks for.
     """
-    cos, sin = [], []
+    tables, places = [], []
     for axis, size in enumerate(dims):
+        found, index = np.unique(np.asarray(ids, dtype)[:, axis], return_inverse=True)
         powers = theta ** (np.arange(0, size, 2, dtype=dtype) / dtype(size)).astype(np.float64)
-        turns = np.asarray(ids, dtype)[:, axis, None] * (1 / powers.astype(dtype))
-        angles = turns.astype(np.float64)
-        cos.append(np.repeat(np.cos(angles), 2, axis=-1))
-        sin.append(np.stack([-np.sin(angles), np.sin(angles)], axis=-1).reshape(len(angles), size))
-    return np.stack([np.concatenate(cos, axis=-1), np.concatenate(sin, axis=-1)]).astype(np.float32)
+        angles = (found[:, None] * (1 / powers.astype(dtype))).astype(np.float64)
+        cos, sin = np.repeat(np.cos(angles), 2, axis=-1), np.stack([-np.sin(angles), np.sin(angles)], axis=-1)
+        tables.append(np.stack([cos, sin.reshape(len(found), size)]).astype(np.float32))
+        places.append(index.reshape(-1).astype(np.int32))
+    return Turns(tuple(tables), np.stack(places, axis=-1))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,11 +77,16 @@ class Shares:
         """A stream of `seq` tokens from the shares of all devices: one all-gather."""
         return lax.all_gather(x, self.axes, axis=SEQ, tiled=True, to="invarying")[:, :seq]
 
-    def turns(self, text: np.ndarray, image: np.ndarray) -> tuple[Pair, Pair]:
-        """The rotary tables of the text and the image tokens that this device projects."""
+    def turns(self, text: Turns, image: Turns) -> tuple[Pair, Pair]:
+        """The rotary tables of the text and the image tokens that this device projects: cosines and sines."""
 
-        def one(table: np.ndarray) -> Pair:
-            cos, sin = (self.take(jnp.asarray(part)[None], (CONTEXT,)) for part in table)
+        def one(turns: Turns) -> Pair:
+            places = self.take(jnp.asarray(turns.places)[None], (CONTEXT,))
+            found = [
+                jnp.take(jnp.asarray(table), places[..., axis], axis=1, mode="clip")
+                for axis, table in enumerate(turns.tables)
+            ]
+            cos, sin = jnp.concatenate(found, axis=-1)
             return cos, sin
 
         return one(text), one(image)
