@@ -9,7 +9,7 @@ from shardzoo.zoo import layout
 from shardzoo.zoo.families import TraceSizes
 
 SIZES = TraceSizes(batch=2, tokens=8, frames=5, height=32, width=64)
-FAMILIES = ("clip-vision", "decoder", "t5", "wan", "wan-vae")
+FAMILIES = ("clip-vision", "decoder", "qwen-image", "t5", "wan", "wan-vae")
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -16,7 +16,7 @@ from shardzoo.zoo.mesh import make_mesh
 TOLERANCE = 5e-5
 # name -> (changes of the vision config, grids of the images)
 CASES = {
-    "one_window": ({}, ((1, 4, 4),)),
+    "one_window": (dict(patch_size=14, window_size=56, depth=2), ((1, 4, 4),)),
     "odd": ({}, ((1, 14, 10), (1, 2, 8))),  # windows of 3 x 3 squares that the images do not fill
     "several": (dict(window_size=24), ((1, 6, 2), (2, 4, 6), (1, 2, 2))),
     "merge": (dict(spatial_merge_size=3, patch_size=4, window_size=25, num_heads=2), ((1, 9, 15), (1, 3, 6))),
@@ -140,6 +140,19 @@ def test_prompts_with_images_float32(name, side):
         for path, wanted in values(want_grads, config).items():
             if path != "head.weight":  # which `encode` does not read
                 assert error(layout.named(found)[path], wanted) <= TOLERANCE, path
+
+
+def test_text_alone_float32():
+    """Logits and last hidden state of the language tower: all three positions of a token are the same."""
+    model, _, _, config = build()
+    tokens = np.random.default_rng(0).integers(0, 150, (2, 10))
+    mask = np.arange(10) < np.array([[10], [6]])
+    with torch.no_grad():
+        want = model(torch.tensor(tokens), torch.tensor(mask).long(), output_hidden_states=True)
+    declared, ours = live(config, model)
+    logits = jax.jit(decoder.forward(declared, make_mesh()))(ours, tokens, mask=mask)
+    states = jax.jit(decoder.encode(declared, make_mesh()))(ours, tokens, mask)
+    assert error(logits, want.logits) <= TOLERANCE and error(states, want.hidden_states[-1]) <= TOLERANCE
 
 
 @pytest.mark.parametrize("size", [(56, 84), (28, 28), (140, 56)])
