@@ -103,7 +103,11 @@ def assert_values(checkpoint, model, config):
         np.testing.assert_array_equal(np.asarray(got[path]), value, err_msg=path)
 
 
-@pytest.mark.parametrize("name", CASES)
+slow = pytest.mark.slow
+QUICK = ("flux1", "two levels, statistics")
+
+
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=slow) for n in CASES])
 def test_a_folder_of_diffusers_there_and_back(tmp_path, name):
     """With the counter of FLUX.2, which has eight bytes, carried along."""
     model, _, config = build(name)
@@ -131,8 +135,11 @@ def as_original(model, config):
     return original(dict(model.state_dict()), len(config.widths), lambda w: w[..., None, None].clone())
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("prefix", ["", "first_stage_model."])
+@pytest.mark.parametrize(
+    "name, prefix",
+    [("flux2", ""), ("two levels", "first_stage_model.")]
+    + [pytest.param(name, prefix, marks=slow) for name in CASES for prefix in ("", "vae.")],
+)
 def test_a_file_of_the_original_there_and_back(tmp_path, name, prefix):
     """In half precision but for the counter; a config, as no tensor tells the groups and the units."""
     model, saved, config = build(name)
@@ -146,7 +153,7 @@ def test_a_file_of_the_original_there_and_back(tmp_path, name, prefix):
     assert_same(load(tmp_path / "out"), state)
 
 
-@pytest.mark.parametrize("name", ["flux1", "three levels, narrow decoder"])
+@pytest.mark.parametrize("name", [pytest.param("flux1", marks=slow), "three levels, narrow decoder"])
 def test_one_layout_becomes_the_other(tmp_path, name):
     model, _, config = build(name)
     model.save_pretrained(tmp_path / "source")

@@ -12,6 +12,8 @@ from shardzoo.zoo import clip_text, layout
 from shardzoo.zoo.mesh import make_mesh
 
 B, TOLERANCE = 3, 5e-5
+slow = pytest.mark.slow
+QUICK = ("published tiny", "ends at the highest id")
 
 
 def reference(model, ids, mask=None, dtype=torch.float32):
@@ -40,7 +42,7 @@ def assert_gradients(grads, wanted):
         assert error(grad, wanted[path]) <= TOLERANCE, path
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=slow) for n in CASES])
 def test_pooled_with_gradients(name):
     """What FLUX.1 takes, for the longest texts and for short ones."""
     model, config = build(name)
@@ -66,7 +68,7 @@ def test_the_familys_own_ids():
     assert error(last, want.last_hidden_state.detach().numpy()) <= TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["published tiny", "ends at the highest id"])
+@pytest.mark.parametrize("name", [pytest.param("published tiny", marks=slow), "ends at the highest id"])
 def test_every_hidden_state(name):
     model, config = build(name)
     ids = texts(config, B, 7)
@@ -80,7 +82,7 @@ def test_every_hidden_state(name):
     assert error(last, out.last_hidden_state.detach().numpy()) <= TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["published tiny", "tokens after the end token"])
+@pytest.mark.parametrize("name", [pytest.param("published tiny", marks=slow), "tokens after the end token"])
 def test_masks(name):
     """Hidden on the right, in the middle and, for tokens that see any, on the left; with gradients."""
     model, config = build(name)
@@ -98,7 +100,7 @@ def test_masks(name):
     assert_gradients(grads, values(arrays(model, grads=True), config))
 
 
-@pytest.mark.parametrize("name", ["published tiny", "tokens after the end token"])
+@pytest.mark.parametrize("name", ["published tiny", pytest.param("tokens after the end token", marks=slow)])
 def test_bfloat16(name):
     """By root mean square, about as far from the reference in float32 as the reference in bfloat16 is."""
     model, config = build(name)

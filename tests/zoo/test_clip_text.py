@@ -18,6 +18,7 @@ from shardzoo.zoo.families import TraceSizes, config_from_json, config_to_json, 
 from shardzoo.zoo.mesh import Degrees, make_mesh
 
 B, S = 3, 11
+slow = pytest.mark.slow
 CONFIG = Config(vocab=64, embed=48, mlp=40, layers=3, heads=8, positions=13, norm_eps=1e-4)
 rng = np.random.default_rng(0)
 IDS = rng.integers(0, 64, (B, S)).astype(np.int32)
@@ -59,13 +60,14 @@ def one_device():
     "degrees, at_rest, options",
     [
         (dict(tensor=2), (), POOLED),
-        (dict(tensor=8), (), LAST),
-        (dict(data=2), ("data",), POOLED),
-        (dict(data=4, tensor=2), (), LAST),
-        (dict(context=3), (), POOLED),
-        (dict(context=2, tensor=4), ("context",), LAST),
-        (dict(data=2, context=2, tensor=2), ("context", "data"), POOLED),
-        (dict(data=2, context=2, tensor=2), ("data",), LAST),
+        (dict(data=2, context=2, tensor=2), ("context", "data"), LAST),
+        pytest.param(dict(tensor=8), (), LAST, marks=slow),
+        pytest.param(dict(data=2), ("data",), POOLED, marks=slow),
+        pytest.param(dict(data=4, tensor=2), (), LAST, marks=slow),
+        pytest.param(dict(context=3), (), POOLED, marks=slow),
+        pytest.param(dict(context=2, tensor=4), ("context",), LAST, marks=slow),
+        pytest.param(dict(data=2, context=2, tensor=2), ("context", "data"), POOLED, marks=slow),
+        pytest.param(dict(data=2, context=2, tensor=2), ("data",), LAST, marks=slow),
     ],
     ids=str,
 )
