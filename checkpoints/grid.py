@@ -37,6 +37,7 @@ class LeafSpec:
     """One leaf to be stored: named dims, global shape, dtype, and the mesh axes its dims may split over.
 
     No file crosses a multiple of `unit` in any dim, where one is given: a writer's block then lies in one file's reach.
+    With `rows`, every file is whole in the dims after that many: it holds all inputs of its outputs.
     """
 
     dims: tuple[str, ...]
@@ -44,6 +45,7 @@ class LeafSpec:
     dtype: np.dtype
     split: Mapping[str, tuple[str, ...]] = dc.field(default_factory=dict)
     unit: tuple[int, ...] | None = dc.field(default=None, compare=False)
+    rows: int | None = dc.field(default=None, compare=False)
 
     @classmethod
     def of(cls, param: Param) -> "LeafSpec":
@@ -127,7 +129,10 @@ def plan_grid(leaf: LeafSpec) -> Grid:
         widest = max(free, key=lambda d: shape[d])
         inner[widest] = _cut(inner, widest, item, (2, 4, 8, 16), LEAST_FREE_CHUNK)
     _cut_to(inner, MOST_CHUNK // item)
-    outer = list(shape) if small else _outer(shape, inner, leaf.dims, item)
+    if leaf.rows is not None and not small:
+        across = math.prod(-(-n // c) for n, c in zip(shape[leaf.rows :], inner[leaf.rows :], strict=True))
+        _cut_to(inner, _most_elements(item) // across, leaf.rows)
+    outer = list(shape) if small else _outer(shape, inner, leaf.dims, item, leaf.rows)
     grid = Grid(shape=leaf.shape, outer=tuple(outer), inner=tuple(inner))
     return grid if leaf.unit is None else grid.within(leaf.unit)
 
@@ -142,19 +147,29 @@ def _cut(inner: list[int], d: int, item: int, degrees: tuple[int, ...], least: i
     return inner[d] // ways
 
 
-def _cut_to(inner: list[int], most: int) -> None:
-    """Divides the largest dim of `inner` by a small prime, or halves it rounding up, until it has `most` elements."""
-    while math.prod(inner) > most:
-        d = max(range(len(inner)), key=lambda d: inner[d])
+def _most_elements(item: int) -> int:
+    """Of one file."""
+    return min(MOST_OUTER // item, MOST_ELEMENTS)
+
+
+def _cut_to(inner: list[int], most: int, dims: int | None = None) -> None:
+    """Divides the largest of the first `dims` sizes by a small prime, or halves it rounding up, until `most` are left.
+
+    What is counted are all elements; sizes of 1 stay.
+    """
+    while math.prod(inner) > most and max(inner[:dims], default=1) > 1:
+        d = max(range(len(inner[:dims])), key=lambda d: inner[d])
         prime = next((p for p in (2, 3, 5, 7) if inner[d] % p == 0), None)
         inner[d] = inner[d] // prime if prime else -(-inner[d] // 2)
 
 
-def _outer(shape: tuple[int, ...], inner: list[int], dims: tuple[str, ...], item: int) -> list[int]:
-    """Whole inner chunks per file: one layer of a stack, then cut along leading dims to the size limit."""
+def _outer(
+    shape: tuple[int, ...], inner: list[int], dims: tuple[str, ...], item: int, rows: int | None = None
+) -> list[int]:
+    """Whole inner chunks per file: one layer of a stack, then cut along the leading dims to the size limit."""
     counts = [1 if name == STACK else -(-n // c) for n, c, name in zip(shape, inner, dims, strict=True)]
-    chunk, most = math.prod(inner) * item, min(MOST_OUTER, MOST_ELEMENTS * item)
-    for d in range(len(counts)):
+    chunk, most = math.prod(inner), _most_elements(item)
+    for d in range(len(counts[:rows])):
         rest = math.prod(counts) // counts[d] * chunk
         counts[d] = _fewest_files(counts[d], max(1, most // rest))
     return [k * c for k, c in zip(counts, inner, strict=True)]

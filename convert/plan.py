@@ -324,7 +324,7 @@ def quantized(plan: Plan, kind: str) -> Plan:
 def _values_plan(whole: LeafPlan, param: Param, values: str, scales: str, outputs: int) -> LeafPlan:
     """The plan of the values: each of its files holds whole rows, for a scale is that of all inputs of an output."""
     pieces = tuple(dataclasses.replace(piece, target=values) for piece in whole.pieces)
-    spec = LeafSpec.of(param)
+    spec = dataclasses.replace(LeafSpec.of(param), rows=outputs)
     if spec.nbytes > SMALL_LEAF:
         spec = dataclasses.replace(spec, unit=(*unit(pieces, param.shape)[:outputs], *param.shape[outputs:]))
     return LeafPlan(spec=spec, dtype=whole.dtype, pieces=pieces, scales=scales)

@@ -304,10 +304,14 @@ class Stream:
 
     def _quantize(self, piece: Piece, block: Ranges, whole: np.ndarray, scales: str) -> np.ndarray:
         """The values of a block, whose scales are written on the way."""
-        grid, kind = self._writer.grid(scales), self._plan.quantized
-        outputs = len(grid.shape)
+        kind, dtype = self._plan.quantized, self._plan.leaves[scales].spec.dtype
+        outputs = len(self._writer.grid(scales).shape)
         assert kind is not None and whole.shape[outputs:] == self._writer.grid(piece.target).shape[outputs:], piece
-        values, scale = quantize(whole, whole.ndim - outputs, kind, self._plan.leaves[scales].spec.dtype, piece.source)
+        try:
+            values, scale = quantize(whole, whole.ndim - outputs, kind, dtype)
+        except InputError:
+            quantize(whole, whole.ndim - outputs, kind, dtype, self._not_finite(piece.target, block, whole))
+            raise
         for there, at in self._rows(scales, block):
             inside = tuple(slice(a - o, b - o) for (a, b), (o, _) in zip(at, block[:outputs], strict=True))
             ready = self._assemble(scales, there, at, scale[inside])
@@ -331,6 +335,16 @@ class Stream:
                 f" {float(values[lost][0]):g}: cast to bfloat16 or float32, or keep {values.dtype.name}"
             )
         return made
+
+    def _not_finite(self, path: str, block: Ranges, whole: np.ndarray) -> str:
+        """Names of the tensors that brought NaN or infinite values into a block."""
+        found = []
+        for piece in self._plan.leaves[path].pieces:
+            both = [(max(a, c) - c, min(b, d) - c) for (a, b), (c, d) in zip(piece.at, block, strict=True)]
+            inside = tuple(slice(a, max(a, b)) for a, b in both)
+            if not np.isfinite(whole[inside].astype(np.float32)).all():
+                found.append(piece.source)
+        return ", ".join(dict.fromkeys(found))
 
     def _assemble(self, path: str, block: Ranges, at: Ranges, values: np.ndarray) -> np.ndarray | None:
         """Puts a share into its block and returns the block once it is whole."""
