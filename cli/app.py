@@ -198,21 +198,33 @@ def audit(
         str, typer.Argument(metavar="TARGET", help="FAMILY/PRESET, a checkpoint folder, or a PyTorch folder or file.")
     ],
     mesh: Annotated[
-        list[Any],
-        typer.Option(parser=options.parse_mesh, metavar="MESH", help=MESH_HELP + " May be given several times."),
-    ],
+        list[Any] | None,
+        typer.Option(
+            parser=options.parse_mesh,
+            metavar="MESH",
+            help=MESH_HELP + " May be given several times; with --chips not needed.",
+            show_default=False,
+        ),
+    ] = None,
+    chips: Annotated[
+        str | None,
+        typer.Option(
+            help="Rank meshes of this slice by predicted time, e.g. v5e-8; of v4 and v5p names count cores.",
+            show_default=False,
+        ),
+    ] = None,
     topology: Annotated[
         str | None,
         typer.Option(help="Compile the forward pass for this TPU slice, e.g. v5e:2x4.", show_default=False),
     ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="With --topology: rows of the input.")] = 1,
-    tokens: Annotated[int, typer.Option(min=1, help="With --topology: length of each row of text.")] = 4096,
-    frames: Annotated[int, typer.Option(min=1, help="With --topology: length of a video.")] = 81,
-    height: Annotated[int, typer.Option(min=1, help="With --topology: of a video or image, in pixels.")] = 480,
-    width: Annotated[int, typer.Option(min=1, help="With --topology: of a video or image, in pixels.")] = 832,
+    batch: Annotated[int, typer.Option(min=1, help="With --chips or --topology: rows of the input.")] = 1,
+    tokens: Annotated[int, typer.Option(min=1, help="With --chips or --topology: length of each row of text.")] = 4096,
+    frames: Annotated[int, typer.Option(min=1, help="With --chips or --topology: length of a video.")] = 81,
+    height: Annotated[int, typer.Option(min=1, help="With --chips or --topology: in pixels.")] = 480,
+    width: Annotated[int, typer.Option(min=1, help="With --chips or --topology: in pixels.")] = 832,
     dtype: Annotated[
         Any,
-        typer.Option(parser=options.parse_dtype, metavar="DTYPE", help="With --topology: of the weights."),
+        typer.Option(parser=options.parse_dtype, metavar="DTYPE", help="With --chips or --topology: of the weights."),
     ] = "bfloat16",
     quantize: Quantize = None,
     family: Family = None,
@@ -226,13 +238,17 @@ def audit(
     """Check whether meshes fit a model, before any device or weight is touched.
 
     For a mesh that fits, says what each device holds; for one that does not, everything that stops it and the nearest
-    meshes that fit. The options that tell convert how to read a PyTorch source hold here too. With --topology also
-    compiles for TPUs that need not be there (by libtpu), and says what each device would need. Exit status 1 if any
-    mesh does not fit.
+    meshes that fit. The options that tell convert how to read a PyTorch source hold here too. With --chips also
+    traces the forward pass and ranks the meshes (all of that many chips, if none is given) by the time that matrix
+    work, reading the weights and each collective take at the chip's published speeds. With --topology also compiles
+    for TPUs that need not be there (by libtpu), and says what each device would need. Exit status 1 if any given mesh
+    does not fit, or none of the chips' meshes holds the weights.
     """
+    if not mesh and chips is None:
+        raise typer.BadParameter("give meshes to check, or chips to choose meshes for", param_hint="--mesh, --chips")
     commands = _commands()
     sizes = commands.TraceSizes(batch=batch, tokens=tokens, frames=frames, height=height, width=width)
-    ahead = topology and commands.Ahead(topology=topology, sizes=sizes, dtype=dtype)
+    ahead = commands.Ahead(topology=topology, chips=chips, sizes=sizes, dtype=dtype)
     reading = {
         "family": family,
         "component": component,
@@ -241,7 +257,7 @@ def audit(
         "variant": variant,
         "select": select,
     }
-    if not commands.audit(target, mesh, ahead=ahead or None, quantize=quantize, json=json, **reading):
+    if not commands.audit(target, mesh or [], ahead=ahead, quantize=quantize, json=json, **reading):
         raise typer.Exit(1)
 
 

@@ -118,9 +118,17 @@ def _say_report(report: Any, lines: Callable[[Any], Iterable[str]], json: bool) 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ahead:
-    """What to compile ahead of time: the slice, the sizes of the inputs, and the dtype of the weights."""
+    """What to compile and predict ahead of time.
 
-    topology: str
+    Attributes:
+        topology: the slice to compile for, as libtpu names it.
+        chips: the slice to predict times on, as users name it.
+        sizes: of the inputs.
+        dtype: of the weights.
+    """
+
+    topology: str | None
+    chips: str | None
     sizes: TraceSizes
     dtype: np.dtype | None
 
@@ -130,23 +138,41 @@ def audit(
     meshes: Sequence[Degrees],
     *,
     component: list[str] | None,
-    ahead: Ahead | None,
+    ahead: Ahead,
     quantize: str | None,
     json: bool,
     **reading: Any,
 ) -> bool:
-    """Prints the verdict on each mesh, for each component of a pipeline; whether all of them fit."""
+    """Prints the verdict on each mesh, for each component of a pipeline; whether all of them fit.
+
+    With chips also the ranking of these meshes, or of all; it is then whether one of them holds the weights.
+    """
     found = [_quantized(one, quantize) for one in targets.find_targets(target, component, **reading)]
     judged = [_Judged(one, [judging.judge(one.declared, degrees) for degrees in meshes]) for one in found]
     for one in judged:
-        one.compiled = {} if ahead is None else _compile(one.target, one.verdicts, ahead)
+        one.ranking = _rank(one.target, meshes, ahead)
+        one.compiled = _compile(one.target, one.verdicts, ahead)
     if json and len(judged) == 1:
         say_json(judged[0].to_json())
     elif json:
         say_json({"target": target, "components": [one.to_json() for one in judged]})
     else:
         say("\n".join(line for one in judged for line in one.lines()))
-    return all(verdict.fits for one in judged for verdict in one.verdicts)
+    fit = all(verdict.fits for one in judged for verdict in one.verdicts)
+    return fit and all(one.ranking is None or one.ranking.fits for one in judged)
+
+
+def _rank(found: targets.Target, meshes: Sequence[Degrees], ahead: Ahead) -> Any:
+    """The ranking of meshes on the chips that were named, or None."""
+    if ahead.chips is None:
+        return None
+    with uninterrupted():
+        from shardzoo.cli import chips, prediction
+
+    where = chips.parse(ahead.chips)
+    declared = found.declared if ahead.dtype is None else layout.astype(found.declared, ahead.dtype)
+    with working("tracing"):
+        return prediction.rank(find_family(found.family), declared, where, ahead.sizes, meshes)
 
 
 def _quantized(target: targets.Target, kind: str | None) -> targets.Target:
@@ -169,6 +195,7 @@ class _Judged:
     target: targets.Target
     verdicts: list[judging.Verdict]
     compiled: dict[judging.Verdict, Any] = dataclasses.field(default_factory=dict)
+    ranking: Any = None
 
     def to_json(self) -> dict[str, Any]:
         count, size = judging.total(self.target.declared)
@@ -180,6 +207,7 @@ class _Judged:
             "parameters": count,
             "parameter_bytes": size,
             "meshes": [verdict.to_json() | {"compiled": ahead.get(verdict)} for verdict in self.verdicts],
+            "ranking": self.ranking and self.ranking.to_json(),
         }
 
     def lines(self) -> Iterator[str]:
@@ -189,10 +217,13 @@ class _Judged:
         for verdict in self.verdicts:
             yield from verdict.lines()
             yield from self.compiled[verdict].lines() if verdict in self.compiled else ()
+        yield from self.ranking.lines() if self.ranking is not None else ()
 
 
 def _compile(found: targets.Target, verdicts: Sequence[judging.Verdict], ahead: Ahead) -> dict[judging.Verdict, Any]:
-    """For each verdict on a mesh that fits, what the compiler says of it."""
+    """For each verdict on a mesh that fits, what the compiler says of it; nothing where no slice was named."""
+    if ahead.topology is None:
+        return {}
     with uninterrupted():
         from shardzoo.cli import topology
 

@@ -417,7 +417,7 @@ PRESETS = {
 }  # fmt: skip
 
 
-def trace(declared: Decoder, mesh: Mesh, sizes: TraceSizes) -> tuple[Callable, tuple]:
+def trace(declared: Decoder, mesh: Mesh | AbstractMesh, sizes: TraceSizes) -> tuple[Callable, tuple]:
     """Logits of whole sequences, as `Family.trace` says."""
     return forward(declared, mesh), (jax.ShapeDtypeStruct((sizes.batch, sizes.tokens), jnp.int32),)
 

@@ -16,7 +16,7 @@ import typing
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from shardzoo.errors import InputError
 
@@ -55,7 +55,7 @@ class Family:
     config: type
     declare: Callable[[Any], Any]
     presets: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    trace: Callable[[Any, Mesh, TraceSizes], tuple[Callable, tuple]] | None = None
+    trace: Callable[[Any, Mesh | AbstractMesh, TraceSizes], tuple[Callable, tuple]] | None = None
     text: str | None = None
 
 

@@ -201,7 +201,7 @@ PRESETS = {"flux1-dev": Config(), "flux1-schnell": Config(guidance=False)}
 TEXT_TOKENS = {True: 512, False: 256}  # of dev and of schnell
 
 
-def trace(declared: Flux, mesh: Mesh, sizes: TraceSizes) -> tuple[Callable, tuple]:
+def trace(declared: Flux, mesh: Mesh | AbstractMesh, sizes: TraceSizes) -> tuple[Callable, tuple]:
     """The prediction for an image, as `Family.trace` says."""
     c, rows, columns = declared.config, sizes.height // SPACE_FACTOR, sizes.width // SPACE_FACTOR
     dtype, batch = declared.double.image.up.weight.dtype, sizes.batch

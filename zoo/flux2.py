@@ -183,7 +183,7 @@ PRESETS = {
 TEXT_TOKENS = 512
 
 
-def trace(declared: Flux2, mesh: Mesh, sizes: TraceSizes) -> tuple[Callable, tuple]:
+def trace(declared: Flux2, mesh: Mesh | AbstractMesh, sizes: TraceSizes) -> tuple[Callable, tuple]:
     """The prediction for an image, as `Family.trace` says."""
     c, rows, columns = declared.config, sizes.height // SPACE_FACTOR, sizes.width // SPACE_FACTOR
     dtype, batch = declared.double.image.up.weight.dtype, sizes.batch

@@ -310,7 +310,7 @@ def decode(
     return f
 
 
-def trace(declared: Autoencoder, mesh: Mesh, sizes: TraceSizes) -> tuple[Callable, tuple]:
+def trace(declared: Autoencoder, mesh: Mesh | AbstractMesh, sizes: TraceSizes) -> tuple[Callable, tuple]:
     """Decoding, as `Family.trace` says."""
     c = declared.config
     rows, columns = (size // (c.space_factor * c.patch) * c.patch for size in (sizes.height, sizes.width))

@@ -327,7 +327,7 @@ def _gather(live: Tree, declared: Tree) -> Tree:
 PRESETS = {"qwen2.5-vl-7b": Config()}
 
 
-def trace(declared: Vision, mesh: Mesh, sizes: TraceSizes) -> tuple[Callable, tuple]:
+def trace(declared: Vision, mesh: Mesh | AbstractMesh, sizes: TraceSizes) -> tuple[Callable, tuple]:
     """The features of one image, as `Family.trace` says."""
     c = declared.config
     side = c.patch * c.merge

@@ -446,7 +446,7 @@ PRESETS = {
 }  # fmt: skip
 
 
-def trace(declared: Qwen35, mesh: Mesh, sizes: TraceSizes) -> tuple[Callable, tuple]:
+def trace(declared: Qwen35, mesh: Mesh | AbstractMesh, sizes: TraceSizes) -> tuple[Callable, tuple]:
     """Logits of whole sequences, as `Family.trace` says."""
     return forward(declared, mesh), (jax.ShapeDtypeStruct((sizes.batch, sizes.tokens), jnp.int32),)
 

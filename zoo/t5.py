@@ -373,7 +373,7 @@ PRESETS = {
 }
 
 
-def trace(declared: Encoder, mesh: Mesh, sizes: TraceSizes) -> tuple[Callable, tuple]:
+def trace(declared: Encoder, mesh: Mesh | AbstractMesh, sizes: TraceSizes) -> tuple[Callable, tuple]:
     """States of whole texts, as `Family.trace` says."""
     return forward(declared, mesh), (jax.ShapeDtypeStruct((sizes.batch, sizes.tokens), jnp.int32),)
 

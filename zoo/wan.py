@@ -411,7 +411,7 @@ PRESETS = {
 }
 
 
-def trace(declared: Wan, mesh: Mesh, sizes: TraceSizes) -> tuple[Callable, tuple]:
+def trace(declared: Wan, mesh: Mesh | AbstractMesh, sizes: TraceSizes) -> tuple[Callable, tuple]:
     """One call for whole videos, as `Family.trace` says; latents are of the autoencoder that the channels tell."""
     c = declared.config
     time, space = 4, 16 if c.out_channels == 48 else 8

@@ -386,7 +386,7 @@ def decode_stream(
     return _stream(way, declared, mesh, lambda out: out)
 
 
-def trace(declared: Autoencoder, mesh: Mesh, sizes: TraceSizes) -> tuple[Callable, tuple]:
+def trace(declared: Autoencoder, mesh: Mesh | AbstractMesh, sizes: TraceSizes) -> tuple[Callable, tuple]:
     """Decoding, as `Family.trace` says."""
     c = declared.config
     frames = 1 + (sizes.frames - 1) // c.time_factor

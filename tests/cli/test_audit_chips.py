@@ -1,0 +1,77 @@
+"""`audit --chips`: what a slice's name means, times by hand, and the ranking of meshes."""
+
+import json
+
+import pytest
+from command_line import invoke
+
+from shardzoo.cli import chips, prediction
+from shardzoo.cli.audit import judge
+from shardzoo.errors import InputError
+from shardzoo.zoo import decoder
+from shardzoo.zoo.families import TraceSizes, find_family
+from shardzoo.zoo.mesh import Degrees
+
+TINY = decoder.Config(vocab=64, embed=32, layers=3, heads=8, kv_heads=4, head_dim=8, mlp=64)
+
+
+@pytest.mark.parametrize("name, count", [("v5e-8", 8), ("v6e-4", 4), ("v5p-8", 4), ("v4-16", 8)])
+def test_names_of_slices(name, count):
+    where = chips.parse(name)
+    assert where.chips == count and where.chip is chips.CHIPS[name.split("-")[0]]
+
+
+@pytest.mark.parametrize("name", ["v5e", "v9-8", "v5e-0", "8", "v5e-8x"])
+def test_names_that_are_none(name):
+    with pytest.raises(InputError, match="version and a count"):
+        chips.parse(name)
+
+
+def test_half_a_chip():
+    with pytest.raises(InputError, match="count cores, 2 to a chip: use v5p-6"):
+        chips.parse("v5p-5")
+
+
+def test_times_are_costs_over_published_speeds():
+    declared, where = decoder.declare(TINY), chips.parse("v5e-4")
+    verdict = judge(declared, Degrees(context=2, tensor=2))
+    got = prediction.predict(find_family("decoder"), declared, verdict, where, TraceSizes(tokens=32))
+    assert got.compute == got.costs.passes / 197e12 > 0
+    assert got.reading == verdict.device_bytes / 819e9
+    assert {c.kind for c, _ in got.links} == {"all-reduce", "all-to-all"}
+    assert all(seconds == c.sent_bytes / (2 * 50e9) for c, seconds in got.links)
+    assert got.seconds == max(got.compute, got.reading) + sum(seconds for _, seconds in got.links)
+
+
+def test_all_meshes_of_the_chips():
+    assert {str(d) for d in prediction.meshes_of(4, batch=2)} == {
+        "tensor=4", "context=2,tensor=2", "context=4", "data=2,tensor=2", "data=2,context=2",
+    }  # fmt: skip
+    assert all(d.data == 1 and d.devices == 6 for d in prediction.meshes_of(6, batch=1))
+
+
+def test_the_ranking_puts_what_fits_first_and_names_what_does_not():
+    ended = invoke("audit", "decoder/smollm2-135m", "--chips", "v5e-4", "--tokens", 64, "--json")
+    assert ended.status == 0
+    ranking = json.loads(ended.out)["ranking"]
+    assert ranking["count"] == 4 and ranking["dtypes"] == ["bfloat16"]
+    assert [m["mesh"] for m in ranking["meshes"]] == ["context=4"]  # 9 heads and 3 of keys, 1536, 49152: none divide
+    assert set(ranking["do_not_fit"]) == {"tensor=4", "context=2,tensor=2"}
+
+
+def test_weights_that_no_mesh_holds():
+    ended = invoke("audit", "decoder/qwen3-8b", "--chips", "v5e-1", "--tokens", 64)
+    assert ended.status == 0 and "best: one device" in ended.out
+    ended = invoke("audit", "wan/wan2.1-t2v-14b", "--chips", "v5e-1", "--frames", 5, "--height", 64, "--width", 64)
+    assert ended.status == 1
+    assert "no mesh holds the weights: 2 chips of v5e would" in ended.out
+
+
+def test_given_meshes_have_to_be_of_the_chips():
+    ended = invoke("audit", "decoder/qwen3-8b", "--chips", "v5e-4", "--mesh", "tensor=8")
+    assert ended.status == 1 and "chips='v5e-4' are 4, and mesh (tensor=8) is of another number" in ended.err
+
+
+def test_neither_meshes_nor_chips():
+    ended = invoke("audit", "decoder/qwen3-8b")
+    assert ended.status == 2 and "--mesh" in ended.err and "--chips" in ended.err
