@@ -29,6 +29,8 @@ class Rule:
         at: index or (start, stop) in the leaf for dims that the source does not hold whole, such as `block`.
         start: source dim -> where in it the block begins, for tensors that pack several leaves: a number, or a product
             of numbers and dims of the model that are of one size in all leaves ("3 embed").
+        each: leaves -> (at, start) of every place, in place of these two, for tensors that hold one leaf in as many
+            places as it has heads.
         number: (index in the leaf's `layer` dim, all leaves) -> the number that `{layer}` stands for, where layers of
             several kinds take turns; None where it is the index.
     """
@@ -38,6 +40,7 @@ class Rule:
     dims: str
     at: Mapping[str, int | tuple[int, int]] = dataclasses.field(default_factory=dict)
     start: Mapping[int, int | str] = dataclasses.field(default_factory=dict)
+    each: Callable[[Mapping[str, Param]], Iterable[tuple[Mapping, Mapping]]] | None = None
     number: Callable[[int, Mapping[str, Param]], int] | None = None
 
 
@@ -70,7 +73,16 @@ def expand(rules: Iterable[Rule], params: Mapping[str, Param], roots: Mapping[st
     Rules whose leaf is not declared (an optional bias) give none.
     """
     sizes = _dim_sizes(params)
-    return [piece for rule in rules if rule.target in params for piece in _pieces(rule, params, roots, sizes)]
+    return [piece for rule in _single(rules, params) for piece in _pieces(rule, params, roots, sizes)]
+
+
+def _single(rules: Iterable[Rule], params: Mapping[str, Param]) -> Iterator[Rule]:
+    """The rules whose leaf is declared, those of several places as one for each."""
+    for rule in rules:
+        if rule.target in params and rule.each is None:
+            yield rule
+        elif rule.target in params:
+            yield from (dataclasses.replace(rule, at=at, start=start, each=None) for at, start in rule.each(params))
 
 
 def layer_numbers(rule: Rule, params: Mapping[str, Param]) -> list[int]:
@@ -125,9 +137,7 @@ def expected(rules: Iterable[Rule], params: Mapping[str, Param], roots: Mapping[
     """Key to what the source must hold there: shapes reach as far as the furthest piece taken from them."""
     found: dict[str, Expected] = {}
     sizes = _dim_sizes(params)
-    for rule in rules:
-        if rule.target not in params:
-            continue
+    for rule in _single(rules, params):
         made_of = _made_of(rule, params[rule.target])
         for piece in _pieces(rule, params, roots, sizes):
             shape = tuple(stop for _, stop in piece.take)

@@ -201,13 +201,13 @@ def _flat(x: Float[Array, "batch seq *rest"]) -> Float[Array, "batch seq channel
     return x.reshape(*x.shape[:2], -1)
 
 
-def empty_recurrent(stacked: DeltaNet, batch: int, dtype: jnp.dtype) -> Recurrent:
-    """What is kept of no token, for all layers; `stacked` are one device's parts of them, sizes are one device's."""
-    layers, heads, value_dim, taps = stacked.conv_v.shape
-    key_heads, key_dim = stacked.conv_qk.shape[2:4]
-    channels = 2 * key_heads * key_dim + heads * value_dim
-    tail = to_storage(jnp.zeros((layers, batch, taps - 1, channels), dtype))
-    state = jnp.zeros((layers, batch, heads, key_dim, value_dim), jnp.float32)
+def empty_recurrent(sizes: Sizes, layers: int, batch: int, dtype: jnp.dtype) -> Recurrent:
+    """What this device keeps of no token, for all layers."""
+    ways = lax.axis_size(TP)
+    heads, key_channels = sizes.value_heads // ways, sizes.key_heads // ways * sizes.key_dim
+    channels = 2 * key_channels + heads * sizes.value_dim
+    tail = to_storage(jnp.zeros((layers, batch, sizes.taps - 1, channels), dtype))
+    state = jnp.zeros((layers, batch, heads, sizes.key_dim, sizes.value_dim), jnp.float32)
     return varying_over(Recurrent(tail, state), frozenset({DATA, *TP}))
 
 

@@ -34,7 +34,7 @@ from shardzoo.zoo.cache import CACHE_SPECS, Cache, empty
 from shardzoo.zoo.decoder import Host, gather_ends, pad, sequence_positions
 from shardzoo.zoo.decoder_model import Config, Decoder, by_window
 from shardzoo.zoo.in_place import block_at
-from shardzoo.zoo.mesh import CONTEXT, DATA, TP
+from shardzoo.zoo.mesh import CONTEXT, DATA, KV, TP
 from shardzoo.zoo.next_token import Sampling, choose
 from shardzoo.zoo.rope import rotary
 
@@ -105,9 +105,14 @@ def prefill(
     config, positions = model.config, sequence_positions(tokens.shape[1])
     turn = rotary(config.rope, config.head_dim, positions)
     x = model.embed(tokens, dtype, in_place=True)
-    kv_heads, head_dim = model.blocks.attn.kv.weight.shape[2:4]
     cache = empty(
-        positions, lengths, steps=steps, layers=config.layers, kv_heads=kv_heads, head_dim=head_dim, dtype=x.dtype
+        positions,
+        lengths,
+        steps=steps,
+        layers=config.layers,
+        kv_heads=config.kv_heads // lax.axis_size(KV),
+        head_dim=config.head_dim,
+        dtype=x.dtype,
     )
 
     def body(carry: tuple[Array, Cache], layer: Array) -> tuple[tuple[Array, Cache], None]:

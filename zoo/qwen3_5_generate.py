@@ -24,6 +24,7 @@ from shardzoo.zoo.decoder import sequence_positions
 from shardzoo.zoo.delta_net import RECURRENT_SPECS, Recurrent, empty_recurrent
 from shardzoo.zoo.generate import Engine, State, check_prompts, last_rows, next_logits
 from shardzoo.zoo.in_place import block_at
+from shardzoo.zoo.mesh import KV
 from shardzoo.zoo.qwen3_5 import Config, Qwen35, gather_ends, rotary
 
 __all__ = ["ENGINE", "check_prompts", "complete", "generate", "stream"]
@@ -51,13 +52,14 @@ def prefill(
     config, positions = model.config, sequence_positions(tokens.shape[1])
     turn = rotary(config, positions)
     x = model.embed(tokens, dtype, in_place=True)
-    kv_heads, head_dim = model.attn.mixer.kv.weight.shape[2:4]
     cache = HybridCache(
         attn=empty(
-            positions, lengths, steps=steps, layers=config.super_blocks, kv_heads=kv_heads, head_dim=head_dim,
-            dtype=x.dtype,
+            positions, lengths, steps=steps, layers=config.super_blocks,
+            kv_heads=config.kv_heads // lax.axis_size(KV), head_dim=config.head_dim, dtype=x.dtype,
         ),
-        delta=empty_recurrent(model.delta.mixer, lengths.shape[0], x.dtype),
+        delta=empty_recurrent(
+            config.delta_sizes, config.layers - config.super_blocks, lengths.shape[0], x.dtype
+        ),
     )  # fmt: skip
 
     def delta(carry: Carry, layer: Array) -> tuple[Carry, None]:

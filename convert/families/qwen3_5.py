@@ -1,10 +1,12 @@
-"""Qwen3.5 and its kin, alone or in a multimodal model, as transformers saves them.
+"""Qwen3.5, alone or in a multimodal model, and Qwen3-Next without experts, as transformers saves them.
 
-Facts taken from the configuration and modeling files of transformers 5 for `qwen3_5` and from published tensor lists.
-The vision tower and the layer that predicts further tokens (`mtp`) are carried along: this family does not run them.
+Facts taken from the configuration and modeling files of transformers 5 for `qwen3_5` and `qwen3_next`, and from
+published tensor lists. Qwen3-Next has DeltaNet's projections fused, key head by key head; it is the same model, but for
+its mixture-of-experts layers, which this family does not run: the published sizes, which have them, are refused. The
+vision tower and the layer that predicts further tokens (`mtp`) are carried along: they are not run either.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from shardzoo.convert.families import FamilyRules, Layout
@@ -16,7 +18,7 @@ from shardzoo.zoo.layout import LAYER, Param
 from shardzoo.zoo.qwen3_5 import AXES, Config
 from shardzoo.zoo.rope import Rope
 
-_KEYS = "key_heads key_dim"
+_KEYS, _VALUES = "key_heads key_dim", "value_heads value_dim"
 
 
 def _interval(params: Mapping[str, Param]) -> int:
@@ -49,20 +51,73 @@ def _both(kind: str) -> Iterator[Rule]:
     yield _in_layers(kind, "mlp.down.weight", "mlp.down_proj.weight", "embed mlp")
 
 
-def _delta() -> Iterator[Rule]:
-    def rule(target: str, source: str, dims: str, **more: Any) -> Rule:
-        return _in_layers("delta", f"mixer.{target}", f"linear_attn.{source}", dims, **more)
+def _mixer(target: str, source: str, dims: str, **more: Any) -> Rule:
+    return _in_layers("delta", f"mixer.{target}", f"linear_attn.{source}", dims, **more)
 
+
+def _apart() -> Iterator[Rule]:
+    """DeltaNet's projections, plainly ordered."""
     for block in range(2):
-        at = {"at": {"block": block}, "start": {0: f"{block} {_KEYS}"}}
-        yield rule("qk.weight", "in_proj_qkv.weight", f"({_KEYS}) embed", **at)
-        yield rule("conv_qk", "conv1d.weight", f"({_KEYS}) () taps", **at)
-    values = {"start": {0: f"2 {_KEYS}"}}
-    yield rule("vz.weight", "in_proj_qkv.weight", "(value_heads value_dim) embed", at={"block": 0}, **values)
-    yield rule("conv_v", "conv1d.weight", "(value_heads value_dim) () taps", **values)
-    yield rule("vz.weight", "in_proj_z.weight", "(value_heads value_dim) embed", at={"block": 1})
+        start = {0: f"{block} {_KEYS}"}
+        yield _mixer("qk.weight", "in_proj_qkv.weight", f"({_KEYS}) embed", at={"block": block}, start=start)
+    start = {0: f"2 {_KEYS}"}
+    yield _mixer("vz.weight", "in_proj_qkv.weight", f"({_VALUES}) embed", at={"block": 0}, start=start)
+    yield _mixer("vz.weight", "in_proj_z.weight", f"({_VALUES}) embed", at={"block": 1})
     for block, name in enumerate("ba"):
-        yield rule("ba.weight", f"in_proj_{name}.weight", "value_heads embed", at={"block": block})
+        yield _mixer("ba.weight", f"in_proj_{name}.weight", "value_heads embed", at={"block": block})
+
+
+def _by_key_head(
+    dim: str, block: int, rows: Callable[..., tuple[int, int]]
+) -> Callable[[Mapping[str, Param]], Iterator]:
+    """The places of a leaf whose source has rows of each key head together.
+
+    `rows(group, key_dim, value_dim, block)` is how many rows a key head has, and where in them this block begins.
+    """
+
+    def each(params: Mapping[str, Param]) -> Iterator[tuple[Mapping, Mapping]]:
+        keys, values = params["delta.mixer.conv_qk"], params["delta.mixer.conv_v"]
+        heads = keys.size("key_heads")
+        group = values.size("value_heads") // heads
+        width, first = rows(group, keys.size("key_dim"), values.size("value_dim"), block)
+        wide = 1 if dim == "key_heads" else group
+        for head in range(heads):
+            yield {"block": block, dim: (head * wide, (head + 1) * wide)}, {0: head * width + first}
+
+    return each
+
+
+def _qk_rows(group: int, key_dim: int, value_dim: int, block: int) -> tuple[int, int]:
+    return 2 * key_dim + 2 * group * value_dim, block * key_dim
+
+
+def _vz_rows(group: int, key_dim: int, value_dim: int, block: int) -> tuple[int, int]:
+    return 2 * key_dim + 2 * group * value_dim, 2 * key_dim + block * group * value_dim
+
+
+def _ba_rows(group: int, key_dim: int, value_dim: int, block: int) -> tuple[int, int]:
+    return 2 * group, block * group
+
+
+def _fused() -> Iterator[Rule]:
+    """DeltaNet's projections as Qwen3-Next has them: for each key head q, k, v and gate; and b and a."""
+    for block in range(2):
+        keys, values, pairs = (
+            _by_key_head(dim, block, rows)
+            for dim, rows in (("key_heads", _qk_rows), ("value_heads", _vz_rows), ("value_heads", _ba_rows))
+        )
+        yield _mixer("qk.weight", "in_proj_qkvz.weight", f"({_KEYS}) embed", each=keys)
+        yield _mixer("vz.weight", "in_proj_qkvz.weight", f"({_VALUES}) embed", each=values)
+        yield _mixer("ba.weight", "in_proj_ba.weight", "value_heads embed", each=pairs)
+
+
+def _delta() -> Iterator[Rule]:
+    """What DeltaNet has beside its projections."""
+    rule = _mixer
+    for block in range(2):
+        start = {0: f"{block} {_KEYS}"}
+        yield rule("conv_qk", "conv1d.weight", f"({_KEYS}) () taps", at={"block": block}, start=start)
+    yield rule("conv_v", "conv1d.weight", f"({_VALUES}) () taps", start={0: f"2 {_KEYS}"})
     yield rule("a_log", "A_log", "value_heads")
     yield rule("dt_bias", "dt_bias", "value_heads")
     yield rule("norm.weight", "norm.weight", "value_dim")
@@ -81,7 +136,7 @@ def _attn() -> Iterator[Rule]:
     yield rule("k_norm", "k_norm", "head_dim")
 
 
-RULES = (
+_SAME = (
     Rule(target="embed.weight", source="{body}embed_tokens.weight", dims="vocab embed"),
     *_both("delta"),
     *_delta(),
@@ -90,6 +145,7 @@ RULES = (
     Rule(target="norm.weight", source="{body}norm.weight", dims="embed"),
     Rule(target="head.weight", source="{head}weight", dims="vocab embed"),
 )
+RULES, FUSED = (*_SAME, *_apart()), (*_SAME, *_fused())
 _OTHER = {"model.visual.": "visual", "mtp.": "mtp"}
 LAYOUTS = (
     Layout(
@@ -99,6 +155,7 @@ LAYOUTS = (
     ),
     Layout(name="transformers", roots={"body": "model.", "head": "lm_head."}, other=_OTHER),
     Layout(name="transformers, base model", roots={"body": "", "head": "lm_head."}, other={"mtp.": "mtp"}),
+    Layout(name="transformers, Qwen3-Next", roots={"body": "model.", "head": "lm_head."}, other=_OTHER, rules=FUSED),
 )
 UNUSED = {r".*\.rotary_emb\.inv_freq": "rotary tables follow from the config"}
 
@@ -120,7 +177,8 @@ _OPTIONAL = {  # field -> ours, and the default of transformers
     "max_position_embeddings": ("max_positions", 32768),
 }
 _NUMBER_FIELDS = ("rms_norm_eps", "rope_theta", "partial_rotary_factor")
-_TEXT, _MULTIMODAL = "qwen3_5_text", "qwen3_5"
+_TEXT, _MULTIMODAL, _NEXT = "qwen3_5_text", "qwen3_5", "qwen3_next"
+_NEXT_DEFAULTS = {"num_key_value_heads": 2, "num_experts": 512, "decoder_sparse_step": 1}
 _ONLY = {"hidden_act": "silu", "attention_bias": False}  # fields that may say one thing only
 _INTERVAL, _ROTARY_PART, _SECTIONS, _THETA = 4, 0.25, (11, 11, 10), 1e4
 
@@ -132,6 +190,8 @@ def read_config(source: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) ->
         InputError: fields missing or of another kind, and everything this family does not do, by name.
     """
     text = _text(source)
+    if text.get("model_type") == _NEXT:
+        text = {**text, **{name: _or(text, name, value) for name, value in _NEXT_DEFAULTS.items()}}
     rope = {**_object(text, "rope_scaling"), **_object(text, "rope_parameters")}
     fields = {**text, **{name: value for name, value in rope.items() if value is not None}}
     whole = (*_SIZES, *_OPTIONAL, "full_attention_interval")
@@ -142,7 +202,7 @@ def read_config(source: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) ->
         for name, value in _ONLY.items()
         if text.get(name) not in (None, value)
     ]
-    problems += [*_rope_problems(fields), *_quantized(source), *_quantized(text)]
+    problems += [*_rope_problems(fields), *_quantized(source), *_quantized(text), *_experts(text)]
     fail_if(problems, "config.json: not a Qwen3.5 as this zoo runs it")
     given = {ours: text[field] for field, ours in _SIZES.items()}
     given |= {ours: _or(text, field, default) for field, (ours, default) in _OPTIONAL.items()}
@@ -171,9 +231,10 @@ def _object(fields: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 def _text(source: Mapping[str, Any]) -> Mapping[str, Any]:
     kind = source.get("model_type")
-    if kind not in (_TEXT, _MULTIMODAL):
-        raise InputError(f"config.json: model_type={kind!r} is not one of this family: {_TEXT} and {_MULTIMODAL} are")
-    if kind == _TEXT:
+    if kind not in (_TEXT, _MULTIMODAL, _NEXT):
+        known = f"{_TEXT}, {_MULTIMODAL} and {_NEXT}"
+        raise InputError(f"config.json: model_type={kind!r} is not one of this family: {known} are")
+    if kind != _MULTIMODAL:
         return source
     nested = _object(source, "text_config")
     inner = _or(nested, "model_type", _TEXT)
@@ -191,6 +252,21 @@ def _rope_problems(fields: Mapping[str, Any]) -> Iterator[str]:
     sections = _or(fields, "mrope_section", list(_SECTIONS))
     if not isinstance(sections, list) or len(sections) != AXES or not all(type(n) is int and n >= 0 for n in sections):
         yield f"mrope_section={sections!r} is not a list of {AXES} whole numbers"
+
+
+def _experts(text: Mapping[str, Any]) -> Iterator[str]:
+    """Layers of Qwen3-Next that are mixtures of experts; the other models of the family have none."""
+    experts, step, layers = (text.get(name) for name in ("num_experts", "decoder_sparse_step", "num_hidden_layers"))
+    if not experts or not all(type(n) is int and n > 0 for n in (experts, step, layers)):
+        return
+    listed = text.get("mlp_only_layers")
+    plain = listed if isinstance(listed, list) else []
+    mixed = [i for i in range(layers) if i not in plain and (i + 1) % step == 0]
+    if mixed:
+        yield (
+            f"num_experts={experts}: {len(mixed)} of the {layers} layers are mixtures of experts, which are not"
+            " supported: only dense ones are (num_experts=0)"
+        )
 
 
 def _quantized(fields: Mapping[str, Any]) -> Iterator[str]:

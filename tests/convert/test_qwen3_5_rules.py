@@ -141,10 +141,10 @@ def save(folder, named, config):
     return folder
 
 
-@pytest.mark.parametrize("name", ["text", "multimodal", "base model"])
+@pytest.mark.parametrize("name", ["text", "multimodal", "base model", "next"])
 @pytest.mark.parametrize("case", ["published-pattern", "thirds"])
 def test_each_layout_comes_back_bit_for_bit(tmp_path, name, case):
-    model, config = build(case)
+    model, config = build(case, next=name == "next")
     theirs = {k: v.astype(np.float16) for k, v in arrays(model).items()}
     theirs |= {k: v.astype(np.float32) for k, v in arrays(model).items() if k.endswith("A_log")}  # as some files have
     saved = model.config.to_dict()
@@ -162,7 +162,7 @@ def test_each_layout_comes_back_bit_for_bit(tmp_path, name, case):
     verify(tmp_path / "ckpt", source)
     ckpt = checkpoints.open(tmp_path / "ckpt")
     assert ckpt.config == config
-    want = values(arrays(model), config)
+    want = values(arrays(model), config, "transformers, Qwen3-Next" if name == "next" else "transformers")
     for path, value in want.items():
         kept = value if path.endswith("a_log") else value.astype(np.float16)
         np.testing.assert_array_equal(ckpt.read(path), kept)
@@ -207,7 +207,9 @@ def test_what_a_config_leaves_out_is_what_transformers_takes():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"model_type": "qwen3_next"}, "'qwen3_next' is not one of this family"),
+        ({"model_type": "qwen3_moe"}, "'qwen3_moe' is not one of this family"),
+        ({"model_type": "qwen3_next"}, "num_experts=512: 64 of the 64 layers are mixtures of experts"),
+        ({"model_type": "qwen3_next", "num_experts": 4, "mlp_only_layers": [0]}, "63 of the 64 layers"),
         ({"model_type": "qwen3_5", "text_config": {"model_type": "qwen3"}}, "text_config: model_type='qwen3'"),
         ({"model_type": "qwen3_5", "text_config": [1]}, "text_config=.* is not an object"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
@@ -238,4 +240,18 @@ def test_a_file_of_another_depth_is_named(tmp_path):
 
 def test_no_rule_is_without_a_leaf():
     leaves = zoo_layout.named(FAMILY.declare(find_preset("qwen3-5/qwen3.5-27b")[1]))
-    assert {rule.target for rule in FAMILY.rules} == set(leaves)
+    assert all({rule.target for rule in FAMILY.rules_in(layout)} == set(leaves) for layout in FAMILY.layouts)
+
+
+def test_a_model_is_written_in_the_other_packing(tmp_path):
+    """Plainly ordered projections become fused ones, and back."""
+    model, config = build("thirds")
+    named = arrays(model)
+    source = save(tmp_path / "source", named, model.config.to_dict())
+    convert(source, tmp_path / "ckpt", sync=False)
+    export(tmp_path / "ckpt", tmp_path / "fused", layout="transformers, Qwen3-Next")
+    fused = load_file(next((tmp_path / "fused").glob("*.safetensors")))
+    theirs, _ = build("thirds", next=True)
+    assert {k: v.shape for k, v in fused.items()} == {k: v.shape for k, v in arrays(theirs).items()}
+    same, want = values(fused, config, "transformers, Qwen3-Next"), values(named, config)
+    assert all(np.array_equal(same[path], want[path]) for path in want)

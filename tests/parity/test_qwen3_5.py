@@ -50,13 +50,18 @@ def ours(named_values, config, mask, stored=np.float32, by="mask", **options):
     }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_float32(name):
-    model, config = build(name)
+@pytest.mark.parametrize(
+    "name, next",
+    [("published-pattern", False), ("every-other", False), ("thirds", True)]
+    + [pytest.param(name, False, marks=pytest.mark.slow) for name in ("two-super-blocks", "thirds")],
+)
+def test_float32(name, next):
+    model, config = build(name, next=next)
+    kind = "transformers, Qwen3-Next" if next else "transformers"
     want = reference(model, MASK)
-    logits, grads = ours(values(arrays(model), config), config, MASK)
+    logits, grads = ours(values(arrays(model), config, kind), config, MASK)
     assert error(logits, want) <= TOLERANCE  # on padding as well
-    wanted = values(arrays(model, grads=True), config)
+    wanted = values(arrays(model, grads=True), config, kind)
     assert grads.keys() == wanted.keys()
     errors = {path: error(grad, wanted[path]) for path, grad in grads.items()}
     assert max(errors.values()) <= TOLERANCE, errors
@@ -122,7 +127,7 @@ def test_states_of_an_image_among_the_tokens():
     assert error(np.asarray(got), want) <= TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["published-pattern", "every-other"])
+@pytest.mark.parametrize("name", ["published-pattern", pytest.param("every-other", marks=pytest.mark.slow)])
 def test_greedy_generation(name):
     """Prefill and decode steps from both caches: the tokens of transformers' own generate, prompts of all lengths."""
     model, config = build(name)

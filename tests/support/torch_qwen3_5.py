@@ -58,11 +58,15 @@ def harsh(model):
                 weight.copy_(torch.randn_like(weight) - 3)
 
 
-def build(name, seed=0):
-    """The torch model in float32, and our config as it is read from theirs."""
+def build(name, seed=0, next=False):
+    """The torch model in float32, or a Qwen3-Next of the same sizes, and our config as it is read from theirs."""
     torch.manual_seed(seed)
-    theirs = transformers.Qwen3_5TextConfig(**CASES[name])
-    model = transformers.Qwen3_5ForCausalLM(theirs).eval()
+    if next:
+        theirs = transformers.Qwen3NextConfig(**CASES[name], num_experts=0)
+        model = transformers.Qwen3NextForCausalLM(theirs).eval()
+    else:
+        theirs = transformers.Qwen3_5TextConfig(**CASES[name])
+        model = transformers.Qwen3_5ForCausalLM(theirs).eval()
     harsh(model)
     return model, read_config(theirs.to_dict(), {})
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_qwen3_5 import CONFIG, weights
+from tiny_qwen3_5 import CONFIG, weights
 
 from shardzoo.errors import InputError
 from shardzoo.zoo import layout, qwen3_5
@@ -14,7 +14,7 @@ from shardzoo.zoo.families import find_family
 from shardzoo.zoo.mesh import Degrees, make_mesh
 from shardzoo.zoo.qwen3_5_generate import complete, generate, stream
 
-CONFIG = dataclasses.replace(CONFIG, vocab=240)
+CONFIG = dataclasses.replace(CONFIG, vocab=240, layers=6)
 NEW = 8
 LENGTHS = np.array([19, 1, 12])
 TOKENS = np.random.default_rng(0).integers(0, 240, (3, 19))
