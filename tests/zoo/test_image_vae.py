@@ -126,7 +126,8 @@ def test_gradients_on_meshes(case, degrees):
     assert_close(gradient(*CASES[case], degrees), one_device(gradient, case), tolerance=1e-9)
 
 
-@pytest.mark.parametrize("axis", ["data", pytest.param("context", marks=slow)])
+@pytest.mark.parametrize("axis", ["data", "context"])
+@slow
 def test_weights_split_at_rest(axis):
     case = CASES["decode with statistics"]
     assert_close(gradient(*case, {axis: 2}, at_rest=axis), one_device(gradient, "decode with statistics"), 1e-9)
