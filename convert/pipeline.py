@@ -328,11 +328,12 @@ def _pick(pipeline: Pipeline, names: tuple[str, ...]) -> list[str]:
 
 
 def _once(pipeline: Pipeline, names: list[str]) -> list[str]:
-    """The components that a source is put together from: the first of those that came from one place, which has all."""
-    first: dict[str, str] = {}
-    for name in names:
-        first.setdefault(pipeline.components[name].place, name)
-    return list(first.values())
+    """The components that a source is put together from: of those that came from one place the one with most of it."""
+    skipped = {name: len(pipeline.checkpoint(name).manifest.header.skipped) for name in names}
+    whole: dict[str, str] = {}
+    for name in sorted(names, key=lambda name: skipped[name]):
+        whole.setdefault(pipeline.components[name].place, name)
+    return [name for name in names if name in whole.values()]
 
 
 def export(
