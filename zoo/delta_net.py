@@ -127,8 +127,8 @@ class DeltaNet(eqx.Module):
         )
 
     def project(self, x: Float[Array, "batch seq embed"]) -> Mixed:
-        qk, vz, ba = self.qk(x), self.vz(x), self.ba(x)
-        step = jax.nn.softplus(ba[:, :, 1].astype(jnp.float32) + self.dt_bias.astype(jnp.float32))
+        qk, vz, ba = self.qk(x), self.vz(x), self.ba(x).astype(jnp.float32)
+        step = jax.nn.softplus(ba[:, :, 1] + self.dt_bias.astype(jnp.float32))
         return Mixed(
             qkv=jnp.concatenate([_flat(qk), _flat(vz[:, :, 0])], axis=-1),
             gate=vz[:, :, 1],
@@ -143,17 +143,17 @@ class DeltaNet(eqx.Module):
         Float[Array, "batch seq key_heads key_dim"],
         Float[Array, "batch seq value_heads value_dim"],
     ]:
-        """q and k of norm 1, in float32, and v, of each token and the taps - 1 before it."""
+        """q and k of norm 1, in float32, and v, of each token and the taps - 1 before it; float32 inside."""
         count = self.conv_v.shape[-1]
         taps = jnp.concatenate([w.reshape(-1, count) for w in (self.conv_qk, self.conv_v)]).astype(jnp.float32)
         wide = jnp.concatenate([before, qkv], axis=SEQ).astype(jnp.float32)
-        terms = [wide[:, i : i + qkv.shape[SEQ]] * taps[:, i] for i in range(count)]
-        mixed = jax.nn.silu(sum(terms).astype(qkv.dtype))
+        mixed = jax.nn.silu(sum(wide[:, i : i + qkv.shape[SEQ]] * taps[:, i] for i in range(count)))
         (_, heads, key_dim), value_shape = self.conv_qk.shape[:3], self.conv_v.shape[:2]
         keys = heads * key_dim
-        qk = mixed[..., : 2 * keys].reshape(*qkv.shape[:2], 2, heads, key_dim).astype(jnp.float32)
+        qk = mixed[..., : 2 * keys].reshape(*qkv.shape[:2], 2, heads, key_dim)
         qk = qk * lax.rsqrt(jnp.sum(jnp.square(qk), axis=-1, keepdims=True) + L2_EPS)
-        return qk[:, :, 0], qk[:, :, 1], mixed[..., 2 * keys :].reshape(*qkv.shape[:2], *value_shape)
+        v = mixed[..., 2 * keys :].reshape(*qkv.shape[:2], *value_shape).astype(qkv.dtype)
+        return qk[:, :, 0], qk[:, :, 1], v
 
     def finish(
         self, o: Float[Array, "batch seq value_heads value_dim"], mixed: Mixed, residual: Residual

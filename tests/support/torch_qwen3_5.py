@@ -40,7 +40,7 @@ CASES = {
         **{**SIZES, "rms_norm_eps": 1e-3}, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=4,
         head_dim=8, layer_types=["linear_attention", "linear_attention", "full_attention"] * 2,
         tie_word_embeddings=False, rope_parameters=_rope(0.5, [2, 0, 0]), linear_conv_kernel_dim=5,
-        linear_key_head_dim=10, linear_value_head_dim=6, linear_num_key_heads=3, linear_num_value_heads=6,
+        linear_key_head_dim=10, linear_value_head_dim=14, linear_num_key_heads=3, linear_num_value_heads=6,
     ),
 }  # fmt: skip
 
