@@ -2,9 +2,9 @@
 
     python benchmarks/image_tpu.py [NAME ...]
 
-bfloat16 weights, all layers, one image of 1024 x 1024, the longest text of the pipelines. `peak` is of arguments,
-results and temporaries together, per chip. `compile` is wall clock and CPU seconds of the compiler: to be run on an
-idle machine.
+bfloat16 weights (int8 where the name says so), all layers, one image of 1024 x 1024, 512 tokens of text. `peak` is of
+arguments, results and temporaries together, per chip. `compile` is wall clock and CPU seconds of the compiler: to be
+run on an idle machine.
 """
 
 import argparse
@@ -19,25 +19,26 @@ import jax.numpy as jnp
 
 from shardzoo import zoo
 from shardzoo.cli.topology import COLLECTIVE, topology_devices
-from shardzoo.zoo import layout
+from shardzoo.zoo import layout, quantize
 from shardzoo.zoo.families import TraceSizes
 
-CASES = {  # name -> (preset, slice, degrees)
-    "flux2-dev-v5e-8": ("flux2/flux2-dev", "v5e:2x4", dict(tensor=8)),
-    "flux2-dev-v6e-4": ("flux2/flux2-dev", "v6e:2x2", dict(tensor=4)),
-    "flux2-dev-v5e-8-context": ("flux2/flux2-dev", "v5e:2x4", dict(tensor=4, context=2)),
-    "flux1-dev-v5e-4": ("flux/flux1-dev", "v5e:2x2", dict(tensor=4)),
-    "qwen-image-v5e-4": ("qwen-image/qwen-image", "v5e:2x2", dict(tensor=4)),
+CASES = {  # name -> (preset, slice, degree of the tensor axes, kind of quantized weights)
+    "flux2-dev-v5e-8": ("flux2/flux2-dev", "v5e:2x4", 8, None),
+    "flux2-dev-v6e-4": ("flux2/flux2-dev", "v6e:2x2", 4, None),
+    "flux2-dev-int8-v5e-4": ("flux2/flux2-dev", "v5e:2x2", 4, "int8"),
+    "flux1-dev-v5e-4": ("flux/flux1-dev", "v5e:2x2", 4, None),
+    "qwen-image-v5e-4": ("qwen-image/qwen-image", "v5e:2x2", 4, None),
 }
 SIZES = TraceSizes(batch=1, tokens=512, height=1024, width=1024)
 GIB = 2**30
 
 
 def measure(name: str) -> str:
-    preset, topology, degrees = CASES[name]
+    preset, topology, degree, kind = CASES[name]
     family, config = zoo.find_preset(preset)
     declared = layout.astype(family.declare(config), jnp.bfloat16)
-    mesh = zoo.make_mesh(**degrees, devices=topology_devices(topology))
+    declared = declared if kind is None else quantize.declare(declared, kind)
+    mesh = zoo.make_mesh(tensor=degree, devices=topology_devices(topology))
     f, arrays = family.trace(declared, mesh, SIZES)
     begin = time.perf_counter()
     lowered = jax.jit(f).lower(layout.abstract(declared, mesh), *arrays)
