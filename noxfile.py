@@ -1,5 +1,6 @@
 """Sessions: `nox -s demo` runs the main job on real weights, `nox -s tests` runs the tests."""
 
+import os
 import shutil
 from pathlib import Path
 
@@ -12,6 +13,9 @@ nox.options.reuse_existing_virtualenvs = True
 DEMO = Path("demo")
 # Everything runs on CPU; programs that ask for devices get as many as they say themselves.
 ENV = {"JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+
+# Whole files go to each process: their tests share what is made and compiled once.
+PARALLEL = ("-n", str(min(4, os.cpu_count() or 1)), "--dist", "loadfile")
 
 
 def install_weights(session: nox.Session) -> None:
@@ -34,14 +38,14 @@ def tests(session: nox.Session) -> None:
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     check_types(session)
-    session.run("pytest", "-m", "not slow", *session.posargs, env=ENV)
+    session.run("pytest", "-m", "not slow", *PARALLEL, *session.posargs, env=ENV)
 
 
 @nox.session
 def slow(session: nox.Session) -> None:
     """The long sweeps: kills at random moments, fuzzing, many meshes."""
     install_tests(session)
-    session.run("pytest", "-m", "slow", *session.posargs, env=ENV)
+    session.run("pytest", "-m", "slow", *PARALLEL, *session.posargs, env=ENV)
 
 
 @nox.session
