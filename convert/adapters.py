@@ -153,7 +153,8 @@ def read(
     for module, pieces, ratio in pairs:
         a, b = values[module]
         for piece in pieces:
-            found.setdefault(piece.target, []).append(_share(piece, layers[piece.target], a, b, ratio))
+            share = _share(piece, layers[piece.target], a, b)
+            found.setdefault(piece.target, []).append(dataclasses.replace(share, ratio=ratio, module=module))
     factors = {target: _factors(layers[target], shares, dtype) for target, shares in found.items()}
     return Adapter(name=name or _name_of(file, Path(path)), strength=strength, factors=factors)
 
@@ -352,15 +353,20 @@ class _Known:
 
 @dataclasses.dataclass(frozen=True)
 class _Share:
-    """One module's factors in one leaf: A (rank, *in) and B (*out, rank) of some ranges of it, and their ratio."""
+    """One module's factors in one leaf: A (rank, *in) and B (*out, rank) of some ranges of it, and their ratio.
+
+    `columns` are those of the module's A.
+    """
 
     at: Mapping[str, tuple[int, int]]
     a: np.ndarray
     b: np.ndarray
-    ratio: float
+    columns: tuple[int, int]
+    ratio: float = 1.0
+    module: str = ""
 
 
-def _share(piece: Piece, layer: Linear, a: np.ndarray, b: np.ndarray, ratio: float) -> _Share:
+def _share(piece: Piece, layer: Linear, a: np.ndarray, b: np.ndarray) -> _Share:
     """The columns of A and rows of B that belong to a piece, in the dims of its leaf."""
     at = dict(zip(declared_base(layer.weight).names, piece.at, strict=True))
     inputs = input_dims(layer)
@@ -369,30 +375,34 @@ def _share(piece: Piece, layer: Linear, a: np.ndarray, b: np.ndarray, ratio: flo
     rows, columns = (slice(*ranges) for ranges in piece.take)
     assert b[rows].shape[0] == math.prod(out) and a[:, columns].shape[1] == math.prod(into), piece
     rank = len(a)
-    return _Share(at, a[:, columns].reshape(rank, *into), b[rows].reshape(*out, rank), ratio)
+    return _Share(at, a[:, columns].reshape(rank, *into), b[rows].reshape(*out, rank), piece.take[1])
 
 
 def _factors(layer: Linear, shares: list[_Share], dtype: Any) -> Factors:
     """The factors of all of one leaf's modules, each in its layer and block.
 
-    Modules that share a layer and block take ranks of their own, one after another.
+    Modules that share a layer and block take ranks of their own, one after another; places of one module, such as its
+    heads, have one A.
     """
     param, lead, inputs = declared_base(layer.weight), lead_dims(declared_base(layer.weight)), input_dims(layer)
     placed = [(slot, share, sub) for share in shares for slot, sub in _slots(lead, share)]
-    first: dict[tuple[int, ...], int] = {}
-    starts = []
+    ranks: dict[tuple[int, ...], int] = {}
+    starts: dict[tuple[Any, ...], int] = {}
     for slot, share, _ in placed:
-        starts.append(first.get(slot, 0))
-        first[slot] = starts[-1] + len(share.a)
-    declared = declare_lora(layer, max(first.values()), dtype)
+        if (slot, share.module, share.columns) not in starts:
+            starts[slot, share.module, share.columns] = ranks.get(slot, 0)
+            ranks[slot] = ranks.get(slot, 0) + len(share.a)
+    declared = declare_lora(layer, max(ranks.values()), dtype)
     a, b = np.zeros(declared.a.shape, declared.a.dtype), np.zeros(declared.b.shape, declared.b.dtype)
     ratio = np.zeros(declared.ratio.shape, np.float32)
     outputs = [dim for dim in param.names if dim not in (*lead, *inputs)]
-    for (slot, share, sub), start in zip(placed, starts, strict=True):
-        ranks = slice(start, start + len(share.a))
+    for slot, share, _ in placed:
         ratio[slot] = ratio[slot] or share.ratio
-        into: Any = (*slot, ranks, *(slice(*share.at[dim]) for dim in inputs))
-        out: Any = (*slot, *(slice(*share.at[dim]) for dim in outputs), ranks)
+    for slot, share, sub in placed:
+        start = starts[slot, share.module, share.columns]
+        part = slice(start, start + len(share.a))
+        into: Any = (*slot, part, *(slice(*share.at[dim]) for dim in inputs))
+        out: Any = (*slot, *(slice(*share.at[dim]) for dim in outputs), part)
         a[into] = share.a
         scale = share.ratio / ratio[slot] if ratio[slot] else 1.0
         b[out] = scale * sub
