@@ -1,0 +1,80 @@
+"""Adapters of every module of every layout: what they add to the leaves is what conversion makes of the sum B A."""
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from shardzoo.convert import adapters as files
+from shardzoo.convert.families import rules_of
+from shardzoo.convert.rules import expand, expected
+from shardzoo.zoo import clip_text, clip_vision, decoder, flux, flux2, layout, qwen3_5, qwen_image, t5, wan
+from shardzoo.zoo.adapters import is_blocked
+from shardzoo.zoo.families import find_family
+from shardzoo.zoo.linears import input_dims, linear_layers
+
+HEADS = dict(heads=4, head_dim=16, mlp=40)
+CONFIGS = {
+    "decoder": decoder.Config(vocab=56, embed=24, layers=3, kv_heads=2, **HEADS),
+    "wan": wan.Config(in_channels=4, out_channels=4, layers=2, text=10, image=14, **HEADS),
+    "flux": flux.Config(in_channels=6, double_layers=2, single_layers=3, text=10, pooled=7, axes=(4, 6, 6), **HEADS),
+    "flux2": flux2.Config(in_channels=6, double_layers=2, single_layers=3, text=12, axes=(4, 4, 4, 4), **HEADS),
+    "qwen-image": qwen_image.Config(in_channels=16, out_channels=4, layers=2, text=12, axes=(4, 6, 6), **HEADS),
+    "qwen3-5": qwen3_5.Config(
+        vocab=56,
+        embed=24,
+        layers=4,
+        interval=2,
+        kv_heads=2,
+        rotary_dim=8,
+        sections=(2, 1, 1),
+        key_heads=2,
+        value_heads=4,
+        key_dim=8,
+        value_dim=8,
+        **HEADS,
+    ),
+    "t5": t5.Config(vocab=56, embed=24, layers=2, **HEADS),
+    "clip-text": clip_text.Config(vocab=56, embed=24, layers=2, heads=4, mlp=40, end_token=55),
+    "clip-vision": clip_vision.Config(embed=24, layers=2, heads=4, mlp=40, image=16, patch=4),
+}
+LAYOUTS = [(family, one.name) for family in CONFIGS for one in rules_of(family).layouts]
+
+
+def product(layer, factors):
+    """ratio * B A in the dims of the weight, layer by layer and block by block."""
+    param, inputs = layer.weight, input_dims(layer)
+    out = np.zeros(param.shape, np.float32)
+    for slot in np.ndindex(factors.ratio.shape):
+        a, b = factors.a[slot], factors.b[slot]
+        out[slot] = factors.ratio[slot] * np.tensordot(b, a, axes=1)
+    assert a.ndim == 1 + len(inputs) and (factors.ratio.ndim == ("layer" in param.names) + is_blocked(param))
+    return out
+
+
+@pytest.mark.parametrize("family, name", LAYOUTS)
+def test_what_is_added_is_converted_as_the_weights_are(tmp_path, family, name):
+    rules, declared = rules_of(family), find_family(family).declare(CONFIGS[family])
+    chosen = next(one for one in rules.layouts if one.name == name)
+    layers, params = linear_layers(declared), layout.named(declared)
+    pieces = expand(rules.rules_in(chosen), params, chosen.roots)
+    shapes = {key: want.shape for key, want in expected(rules.rules_in(chosen), params, chosen.roots).items()}
+    barred = {p.source for p in pieces if p.target not in layers or len(shapes[p.source]) != 2}
+    rng, tensors, sums = np.random.default_rng(0), {}, {}
+    for i, key in enumerate(sorted({p.source for p in pieces} - barred)):
+        module, rank = key.removesuffix(".weight"), 2 + i % 2
+        a, b = (rng.normal(size=s).astype(np.float32) for s in ((rank, shapes[key][1]), (shapes[key][0], rank)))
+        tensors |= {f"base_model.model.{module}.lora_A.weight": a, f"base_model.model.{module}.lora_B.weight": b}
+        tensors[f"base_model.model.{module}.alpha"] = np.asarray(1 + i % 5, np.float32)
+        sums[key] = (1 + i % 5) / rank * (b @ a)
+    assert len(sums) > 5
+    save_file(tensors, tmp_path / "x.safetensors")
+    found = files.read(tmp_path / "x.safetensors", declared, family=family)
+    want = {path: np.zeros(params[path].shape, np.float32) for path in found.factors}
+    for piece in (p for p in pieces if p.source in sums):
+        at, take = (tuple(slice(*r) for r in ranges) for ranges in (piece.at, piece.take))
+        want[piece.target][at] = sums[piece.source][take].reshape(want[piece.target][at].shape)
+    for path, factors in found.factors.items():
+        got = product(layers[path], factors)
+        assert np.abs(got - want[path]).max() <= 1e-5 * np.abs(want[path]).max(), path
+        assert factors.a.dtype == np.float32
+    assert set(found.factors) == {p.target for p in pieces if p.source in sums}
