@@ -119,7 +119,7 @@ def length(args) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["speed", "length"])
+    parser.add_argument("what", nargs="?", default="speed", choices=["speed", "length"])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
     parser.add_argument("--prompt", type=int, default=512)

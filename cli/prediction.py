@@ -99,7 +99,7 @@ def predict(family: Family, declared: Any, verdict: Verdict, where: Slice, sizes
     function, arguments = family.trace(declared, mesh, sizes)
     costs = costs_of(function, mesh, layout.abstract(declared, mesh), *arguments)
     compute, reading = costs.passes / chip.flops, verdict.device_bytes / chip.hbm
-    links = tuple((c, c.sent_bytes / (RINGS * chip.link)) for c in costs.collectives)
+    links = tuple((c, c.link_bytes / (RINGS * chip.link)) for c in costs.collectives)
     whole = max(compute, reading) + sum(seconds for _, seconds in links)
     return Prediction(
         degrees=degrees,
@@ -168,6 +168,10 @@ class Ranking:
             f"on {self.where.name}: {self.where.chips} chips of {chip.memory >> 30} GiB, {chip.flops / 1e12:.0f}"
             f" TFLOP/s, {chip.hbm / 1e9:.0f} GB/s, {chip.link / 1e9:.0f} GB/s a link"
         )
+        if not self.predictions:
+            yield "  none of these meshes fits the model's dims:"
+            yield from (f"  not {degrees}: {reason}" for degrees, reason in self.misfits.items())
+            return
         kinds = " and ".join(sorted(self.dtypes))
         yield f"one forward pass, nothing hidden behind anything; weights in {kinds}"
         yield HEADER

@@ -12,6 +12,7 @@ from shardzoo.zoo.mesh import Degrees, make_mesh
 
 if TYPE_CHECKING:
     from shardzoo.zoo import (
+        adapters,
         clip_text,
         clip_vision,
         decoder,
@@ -20,7 +21,10 @@ if TYPE_CHECKING:
         flux2_pipeline,
         flux_pipeline,
         image_vae,
+        layout,
+        quantize,
         qwen2_5_vl,
+        qwen3_5,
         qwen_image,
         qwen_image_pipeline,
         sampling,
@@ -32,6 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Degrees",
+    "adapters",
     "clip_text",
     "clip_vision",
     "decoder",
@@ -43,8 +48,11 @@ __all__ = [
     "flux2_pipeline",
     "flux_pipeline",
     "image_vae",
+    "layout",
     "make_mesh",
+    "quantize",
     "qwen2_5_vl",
+    "qwen3_5",
     "qwen_image",
     "qwen_image_pipeline",
     "sampling",

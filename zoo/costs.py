@@ -3,7 +3,8 @@
     costs = costs_of(forward, mesh, model, tokens)      # abstract arrays and an abstract mesh will do
 
 All is read off the jaxpr. Inside `shard_map` its shapes are those of one device; a scan runs its body as often as it
-is long; of the branches of a condition the costliest counts; a kernel counts by its own estimate.
+is long; of the branches of a condition the costliest counts; a kernel counts by its own estimate. A loop of unknown
+length that holds any of this cannot be counted.
 """
 
 import collections
@@ -18,6 +19,8 @@ from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn
 from jax.sharding import AbstractMesh, Mesh
 
+from shardzoo.errors import InputError
+
 # Kind of collective -> bytes that a device sends, as a multiple of the operand's, among n devices in a ring.
 SENT: Mapping[str, Callable[[int], float]] = {
     "all-reduce": lambda n: 2 * (n - 1) / n,
@@ -26,6 +29,8 @@ SENT: Mapping[str, Callable[[int], float]] = {
     "all-to-all": lambda n: (n - 1) / n,
     "collective-permute": lambda n: 1,
 }
+# Of an all-to-all most bytes pass devices on their way: over the links of each go so many times the operand's bytes.
+_FORWARDED: Mapping[str, Callable[[int], float]] = {**SENT, "all-to-all": lambda n: (n * n // 4) / n}
 _KINDS = {
     "psum": "all-reduce",
     "psum_invariant": "all-reduce",
@@ -37,6 +42,10 @@ _KINDS = {
     "all_to_all": "all-to-all",
     "ppermute": "collective-permute",
 }
+_UNBOUNDED = (
+    "costs: a loop of unknown length holds matrix products or collectives, which cannot be counted: attention without"
+    " a kernel is one; trace for TPUs, with weights in bfloat16 or float32"
+)
 _PASSES = {lax.Precision.HIGH: 3, lax.Precision.HIGHEST: 6}  # of the matrix unit, for products of 32-bit floats
 
 
@@ -50,6 +59,7 @@ class Collective:
         count: how many run.
         places: in how many places of the program they stand, the body of a scan counted once.
         sent_bytes: that each device sends in all of them, in rings.
+        link_bytes: the same with what it forwards for others.
     """
 
     kind: str
@@ -57,6 +67,7 @@ class Collective:
     count: int
     places: int
     sent_bytes: int
+    link_bytes: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,10 +90,21 @@ class Costs:
 
 
 def costs_of(function: Callable, mesh: Mesh | AbstractMesh, *arguments: Any) -> Costs:
-    """The costs of `function(*arguments)`, whose `shard_map`s are over `mesh`; the arguments may be abstract."""
+    """The costs of `function(*arguments)`, whose `shard_map`s are over `mesh`; the arguments may be abstract.
+
+    Raises:
+        InputError: a loop of unknown length holds matrix products or collectives.
+    """
     counted = _walk(jax.make_jaxpr(function)(*arguments).jaxpr, dict(mesh.shape))
     found = tuple(
-        Collective(kind=kind, axes=axes, count=sums.count, places=sums.places, sent_bytes=round(sums.sent))
+        Collective(
+            kind=kind,
+            axes=axes,
+            count=sums.count,
+            places=sums.places,
+            sent_bytes=round(sums.sent),
+            link_bytes=round(sums.passed),
+        )
         for (kind, axes), sums in sorted(counted.collectives.items())
     )
     return Costs(flops=counted.flops, passes=counted.passes, collectives=found)
@@ -93,6 +115,7 @@ class _Sums:
     count: int = 0
     places: int = 0
     sent: float = 0.0
+    passed: float = 0.0
 
 
 class _Count:
@@ -115,6 +138,7 @@ class _Count:
             mine.count += times * sums.count
             mine.places += sums.places
             mine.sent += times * sums.sent
+            mine.passed += times * sums.passed
 
 
 def _walk(jaxpr: Jaxpr, sizes: Mapping[str, int]) -> _Count:
@@ -132,7 +156,10 @@ def _walk(jaxpr: Jaxpr, sizes: Mapping[str, int]) -> _Count:
             if name in ("dot_general", "conv_general_dilated"):
                 _product(total, eqn)
             for inner in _inner(eqn):
-                total.add(_walk(inner, sizes), eqn.params["length"] if name == "scan" else 1)
+                part = _walk(inner, sizes)
+                if name == "while" and (part.flops or part.collectives):
+                    raise InputError(_UNBOUNDED)
+                total.add(part, eqn.params["length"] if name == "scan" else 1)
     return total
 
 
@@ -159,6 +186,7 @@ def _collective(total: _Count, eqn: JaxprEqn, kind: str, sizes: Mapping[str, int
             sums = total.collectives[kind, axes]
             sums.count, sums.places = sums.count + 1, sums.places + 1
             sums.sent += SENT[kind](n) * _bytes(operand.aval)
+            sums.passed += _FORWARDED[kind](n) * _bytes(operand.aval)
 
 
 def _kernel(total: _Count, eqn: JaxprEqn) -> None:

@@ -39,7 +39,7 @@ def test_times_are_costs_over_published_speeds():
     assert got.compute == got.costs.passes / 197e12 > 0
     assert got.reading == verdict.device_bytes / 819e9
     assert {c.kind for c, _ in got.links} == {"all-reduce", "all-to-all"}
-    assert all(seconds == c.sent_bytes / (2 * 50e9) for c, seconds in got.links)
+    assert all(seconds == c.link_bytes / (2 * 50e9) for c, seconds in got.links)
     assert got.seconds == max(got.compute, got.reading) + sum(seconds for _, seconds in got.links)
 
 
@@ -65,6 +65,17 @@ def test_weights_that_no_mesh_holds():
     ended = invoke("audit", "wan/wan2.1-t2v-14b", "--chips", "v5e-1", "--frames", 5, "--height", 64, "--width", 64)
     assert ended.status == 1
     assert "no mesh holds the weights: 2 chips of v5e would" in ended.out
+
+
+def test_no_mesh_that_the_dims_allow():
+    ended = invoke("audit", "decoder/smollm2-135m", "--chips", "v5e-4", "--mesh", "tensor=4")
+    assert ended.status == 1
+    assert "none of these meshes fits the model's dims:\n  not tensor=4" in ended.out and "weights" not in ended.out
+
+
+def test_attention_without_a_kernel_cannot_be_counted():
+    ended = invoke("audit", "decoder/smollm2-135m", "--chips", "v5e-1", "--dtype", "float16")
+    assert ended.status == 1 and "unknown length" in ended.err and "bfloat16" in ended.err
 
 
 def test_given_meshes_have_to_be_of_the_chips():

@@ -10,6 +10,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from shardzoo.errors import InputError
 from shardzoo.zoo import decoder, flux, layout
 from shardzoo.zoo.costs import Collective, costs_of
 from shardzoo.zoo.families import TraceSizes, find_family
@@ -32,7 +33,9 @@ def test_a_row_layer_by_hand():
         lambda x, w: lax.psum(x @ w, TP), mesh, f32(2, 6), f32(6, 10), in_specs=(P(None, TP), P(TP)), out_specs=P()
     )
     assert got.flops == got.passes == 2 * 2 * 3 * 10
-    assert got.collectives == (Collective(kind="all-reduce", axes=("kv",), count=1, places=1, sent_bytes=2 * 10 * 4),)
+    assert got.collectives == (
+        Collective(kind="all-reduce", axes=("kv",), count=1, places=1, sent_bytes=2 * 10 * 4, link_bytes=2 * 10 * 4),
+    )
 
 
 @pytest.mark.parametrize("precision, passes", [("highest", 6), ("high", 3), ("default", 1)])
@@ -54,7 +57,9 @@ def test_a_scan_counts_as_often_as_it_runs_and_a_condition_by_its_costliest_bran
     got = costs(body, mesh, f32(32, 8), in_specs=P("context"), out_specs=P("context"))
     assert got.flops == 5 * 2 * (2 * 8**3)
     sent = 5 * 3 * 8 * 8 * 4  # each sends its 8 x 8 numbers to three others
-    assert got.collectives == (Collective(kind="all-gather", axes=("context",), count=5, places=1, sent_bytes=sent),)
+    assert got.collectives == (
+        Collective(kind="all-gather", axes=("context",), count=5, places=1, sent_bytes=sent, link_bytes=sent),
+    )
 
 
 def test_every_kind_of_collective():
@@ -75,6 +80,19 @@ def test_every_kind_of_collective():
         "collective-permute": whole // 4,
         "all-reduce": whole // 4 * 2 * 3 // 4,
     }
+    forwarded = {c.kind: c.link_bytes for c in got.collectives}
+    # A quarter each to the neighbours and over two links to the fourth: 4 quarters over the links of each.
+    assert forwarded == found | {"all-to-all": whole}
+
+
+def test_a_loop_of_unknown_length_is_refused():
+    def loop(x, n):
+        return lax.fori_loop(0, n, lambda i, x: x @ x, x)
+
+    with pytest.raises(InputError, match="unknown length"):
+        costs_of(loop, make_mesh(), f32(4, 4), jax.ShapeDtypeStruct((), jnp.int32))
+    counted = costs_of(lambda x: loop(x, 5), make_mesh(), f32(4, 4))
+    assert counted.flops == 5 * 2 * 4**3
 
 
 def test_axes_of_one_device_send_nothing():

@@ -8,6 +8,7 @@ from typing import Literal
 
 import pytest
 
+from shardzoo import zoo
 from shardzoo.errors import InputError
 from shardzoo.zoo import families
 from shardzoo.zoo.families import Family, config_from_json, config_to_json, find_family, find_preset, register
@@ -94,3 +95,7 @@ assert zoo.t5.PRESETS and loaded() == {"decoder", "t5"}
 assert set(FAMILIES) == set(zoo.family_names())
 """
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_every_family_is_a_name_of_the_zoo():
+    assert set(families.MODULES.values()) <= set(zoo.__all__)
