@@ -82,13 +82,16 @@ def _folder(pipeline: Pipeline, name: str) -> PurePosixPath:
     files = {PurePosixPath(path) for path in pipeline.files}
     found = {path.parent for path in files if path.name == DESCRIBED}
     found |= {p.parent for p in files if p.name == VOCABULARY and p.with_name(MERGES) in files}
-    named = [folder for folder in found if folder.name == name] or list(found)
-    if len(named) != 1:
-        raise InputError(
-            f"{pipeline.path}: no {DESCRIBED} among its files ({', '.join(pipeline.files) or 'none'}), in a folder"
-            f" {name!r}: convert again from a folder that holds the tokenizer"
-        )
-    return named[0]
+    named = [folder for folder in found if folder.name == name]
+    if not named and pipeline.layout == "original":  # which have one tokenizer, in a folder of its own name
+        named = list(found)
+    if len(named) == 1:
+        return named[0]
+    several = f"{len(named)} tokenizers" if named else "no tokenizer"
+    raise InputError(
+        f"{pipeline.path}: {several} ({DESCRIBED}, or {VOCABULARY} and {MERGES}) in a folder {name!r} among its files"
+        f" ({', '.join(pipeline.files) or 'none'}): convert again from a folder that holds the tokenizer"
+    )
 
 
 def _object(pipeline: Pipeline, found: Mapping[str, str], read: Mapping[str, bytes], name: str) -> dict[str, Any]:

@@ -107,7 +107,7 @@ def forward(
     if residual not in ("whole", "seq"):
         raise InputError(f"decoder.forward: residual={residual!r} is unknown: use 'whole' or 'seq'")
     states = tuple(range(declared.config.layers + 1)) if hidden_states is True else hidden_states or None
-    _check_states(declared.config, states, logits)
+    _check_states("decoder.forward", declared.config, states, logits)
     run = Run(
         residual=residual,
         remat=remat,
@@ -179,14 +179,14 @@ def _last(config: Config, run: Run) -> int:
     return config.layers if run.logits or run.hidden_states is None else run.hidden_states[-1]
 
 
-def _check_states(config: Config, states: tuple[int, ...] | None, logits: bool) -> None:
+def _check_states(what: str, config: Config, states: tuple[int, ...] | None, logits: bool) -> None:
     if states is None and not logits:
-        raise InputError("decoder.forward: logits=False leaves nothing to return: ask for hidden_states")
+        raise InputError(f"{what}: logits=False leaves nothing to return: ask for hidden_states")
     if states is None:
         return
     if list(states) != sorted(set(states)) or not 0 <= states[0] <= states[-1] <= config.layers:
         raise InputError(
-            f"decoder.forward: hidden_states={states} are not ascending indices from 0 to {config.layers}: change them"
+            f"{what}: hidden_states={states} are not ascending indices from 0 to layers={config.layers}: change them"
         )
 
 
@@ -330,7 +330,7 @@ def encode(
         InputError: as `forward`.
     """
     states = (declared.config.layers,) if layers is None else layers
-    _check_states(declared.config, states, logits=False)
+    _check_states("decoder.encode", declared.config, states, logits=False)
     headless = dataclasses.replace(declared, head=None)
     run = forward(headless, mesh, residual=residual, dtype=dtype, hidden_states=states, logits=False, in_place=in_place)
 
@@ -357,7 +357,7 @@ def encoder_part(declared: Decoder, layers: tuple[int, ...] | None = None) -> De
     A checkpoint of the whole model restores to it, so that the rest is never loaded.
     """
     states = (declared.config.layers,) if layers is None else layers
-    _check_states(declared.config, states, logits=False)
+    _check_states("decoder.encoder_part", declared.config, states, logits=False)
     blocks = jax.tree.map(lambda p: dataclasses.replace(p, shape=(states[-1], *p.shape[1:])), declared.blocks)
     return dataclasses.replace(declared, blocks=blocks, head=None)
 

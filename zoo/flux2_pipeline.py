@@ -67,8 +67,18 @@ def needed(declared: Mapping[str, Any], settings: Settings) -> list[str]:
 
 
 def run_parts(declared: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
-    """The components without the text encoder's layers after the last that is taken, and its head."""
+    """The components without the text encoder's layers after the last that is taken, and its head.
+
+    Raises:
+        InputError: a text encoder of fewer layers.
+    """
+    fail_if(_layer_problems(settings, declared[TEXT].config), "flux2_pipeline")
     return {**declared, TEXT: decoder.encoder_part(declared[TEXT], settings.layers)}
+
+
+def _layer_problems(settings: Settings, text: decoder.Config) -> Iterator[str]:
+    if settings.layers[-1] > text.layers:
+        yield f"{TEXT}: layers={text.layers} are fewer than the {settings.layers[-1]} that make the text: use another"
 
 
 def frame_rate(settings: Settings) -> None:
@@ -99,6 +109,7 @@ def request(
         return {TEXT: padded(rows, *reader.padding(), length=TEXT_TOKENS)}
 
     scale = one_scale(wanted, 4.0)
+    image_pipeline.refuse_idle_negative(wanted, scale)
     return Request(
         texts=text(wanted.prompts),
         negative=text((wanted.negative or "",) * len(wanted.prompts)) if guided and scale > 1 else None,
@@ -158,8 +169,7 @@ def check(declared: Mapping[str, Any], settings: Settings, request: Request) -> 
     ]
     problems = [*image_pipeline.mismatches(pairs)]
     problems += image_pipeline.problems(declared, request, vae.space_factor)
-    if settings.layers[-1] > text.layers:
-        problems.append(f"{TEXT}: layers={text.layers} are fewer than the {settings.layers[-1]} that make the text")
+    problems += _layer_problems(settings, text)
     if (request.told is None) == model.guidance:
         problems.append("guidance: " + ("missing" if model.guidance else "this model is not told it: leave it out"))
     if request.guided and (settings.distilled or model.guidance):

@@ -226,6 +226,18 @@ def mismatches(pairs: Sequence[tuple[str, str, int, str, str, int]]) -> Iterator
             yield f"{name}: {dim}={size} is not {other}'s {its}={found}: use components of one model"
 
 
+def refuse_idle_negative(wanted: Wanted, scale: float) -> None:
+    """Refuses a negative prompt that no guidance would lead away from.
+
+    Raises:
+        InputError: there is one, and the scale is 1 or less.
+    """
+    if wanted.negative is not None and scale <= 1:
+        raise InputError(
+            f"generate: negative does nothing at guidance={scale:g}: give a scale above 1, or leave it out"
+        )
+
+
 def one_scale(wanted: Wanted, default: float) -> float:
     """The scale of the guidance."""
     return wanted.guidance[0] if wanted.guidance else default

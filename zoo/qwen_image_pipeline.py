@@ -115,6 +115,7 @@ def request(
     seen = tuple(scaled(picture, settings.seen_area) for picture in wanted.images)
     references = tuple(scaled(picture, settings.reference_area) for picture in wanted.images)
     scale, reader = one_scale(wanted, 4.0), tokenizer("tokenizer")
+    image_pipeline.refuse_idle_negative(wanted, scale)
     shown = _shown(settings, declared[EYES].config, seen) if seen else ""
     limit = settings.left_out + TEXT_TOKENS + len(reader.encode(shown, limit=2**31, special=False))
 

@@ -1,5 +1,6 @@
 """Images from the command line: tiny pipelines as diffusers saves them, converted and run, to files and folders."""
 
+import dataclasses
 import functools
 import json
 import shutil
@@ -181,6 +182,14 @@ def _carrying(source, folder, name):
         for path in (source / name).iterdir()
     }
     return Pipeline(path=folder, kind="flux", layout="diffusers", components={}, files=files, settings={})
+
+
+def test_the_tokenizer_of_another_encoder_does_not_stand_in_for_one_that_is_missing(folders, tmp_path):
+    _, ours = folders("flux-dev")
+    pipeline = open_pipeline(ours)
+    files = {name: entry for name, entry in pipeline.files.items() if not name.startswith("tokenizer/")}
+    with pytest.raises(InputError, match=r"no tokenizer .* in a folder 'tokenizer' among its files"):
+        read_tokenizer(dataclasses.replace(pipeline, files=files), "tokenizer")
 
 
 def test_one_picture_is_written_whole_or_not_at_all(tmp_path):

@@ -168,7 +168,7 @@ def test_missing_parts_are_named(folders, tmp_path):
     without = {name: entry for name, entry in made.files.items() if "tokenizer" not in name}
     dataclasses.replace(made, files=without).write()
     ended = invoke("generate", bare, *PROMPT, *SIZE, "--out", tmp_path / "x")
-    assert ended.status == 1 and "no tokenizer.json among its files" in ended.err
+    assert ended.status == 1 and "no tokenizer (tokenizer.json" in ended.err
     for text, named in (("{}", "has no model"), ("{", "not as it was"), ('{"model": {}}', "cannot be used")):
         file = next(name for name in made.files if name.endswith("tokenizer.json"))
         made.file(file).write_text(text)

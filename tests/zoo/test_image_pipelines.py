@@ -11,7 +11,7 @@ from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift, re
 from shardzoo.errors import InputError
 from shardzoo.zoo import clip_text, decoder, flux, flux2, image_pipeline, image_vae, qwen2_5_vl, qwen_image, t5, wan_vae
 from shardzoo.zoo.image_pipeline import Text
-from shardzoo.zoo.pipelines import find_kind
+from shardzoo.zoo.pipelines import Wanted, find_kind
 
 DYNAMIC = {"use_dynamic_shifting": True, "shift": 3.0}
 QWEN = {**DYNAMIC, "shift": 1.0, "shift_terminal": 0.02, "max_image_seq_len": 8192, "max_shift": 0.9}
@@ -188,3 +188,18 @@ def test_rows_of_unlike_lengths_are_padded_on_the_right():
     shorter = Text(left.ids[:, :2], left.mask[:, :2])
     both = image_pipeline.Request(texts={"a": rows}, negative={"a": shorter}, scale=2.0).rows("a")
     assert both.ids.shape == (4, 3) and not both.mask[2:, 2].any()
+
+
+def test_a_negative_prompt_that_would_do_nothing_is_refused():
+    wanted = Wanted(prompts=("a fox",), negative="fog")
+    image_pipeline.refuse_idle_negative(wanted, 1.5)
+    image_pipeline.refuse_idle_negative(Wanted(prompts=("a fox",)), 1.0)
+    with pytest.raises(InputError, match="negative does nothing at guidance=1: give a scale above 1"):
+        image_pipeline.refuse_idle_negative(wanted, 1.0)
+
+
+def test_a_text_encoder_of_too_few_layers_is_refused_by_name():
+    parts = declared("flux2-dev")
+    few = dataclasses.replace(decoder.PRESETS[DECODERS["flux2-dev"]], layers=29)
+    with pytest.raises(InputError, match="text_encoder: layers=29 are fewer than the 30"):
+        find_kind("flux2").run_parts(parts | {"text_encoder": decoder.declare(few)}, settings("flux2-dev"))
