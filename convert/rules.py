@@ -138,13 +138,13 @@ def expected(rules: Iterable[Rule], params: Mapping[str, Param], roots: Mapping[
     found: dict[str, Expected] = {}
     sizes = _dim_sizes(params)
     for rule in _single(rules, params):
-        made_of = _made_of(rule, params[rule.target])
+        mine = _made_of(rule, params[rule.target])
         for piece in _pieces(rule, params, roots, sizes):
-            shape = tuple(stop for _, stop in piece.take)
+            shape, made_of = tuple(stop for _, stop in piece.take), mine
             before = found.get(piece.source)
             if before:
                 shape = tuple(map(max, before.shape, shape))
-                made_of = before.made_of if before.made_of == made_of else f"{before.made_of} and {made_of}"
+                made_of = before.made_of if mine in before.made_of else f"{before.made_of} and {mine}"
             found[piece.source] = Expected(shape=shape, made_of=made_of)
     return found
 
