@@ -66,8 +66,8 @@ class Models:
             if name not in self._plain:
                 there = ", ".join(self._plain)
                 raise InputError(f"--lora {lora.path}: there is no component {name!r}: there are {there}")
-            own = lora.component is not None
-            loaded = adapter_files.read(lora.path, self._bare[name], strength=lora.strength, own_part=own)
+            bare = self._bare[name]
+            loaded = adapter_files.read(lora.path, bare, strength=lora.strength, component=lora.component)
             mine = found.setdefault(name, [])
             twice = loaded.name in [one.name for one in mine]
             mine.append(dataclasses.replace(loaded, name=f"{loaded.name[:50]}-{number}") if twice else loaded)

@@ -67,10 +67,10 @@ _UNSUPPORTED = (  # by these fields of PEFT's config, where they are true
 )
 _UNDERSCORED = ("lora_unet_", "lora_transformer_", "lora_te1_", "lora_te2_", "lora_te3_", "lora_te_", "lycoris_")
 _PREFIXES = (*WRAPPERS, "unet.", "text_encoder.", "text_encoder_2.", "vae.")
-_PARTS = {  # prefix of a key -> the part that the adapter is for, where it says so
-    "text_encoder.": "text_encoder", "text_encoder_2.": "text_encoder", "lora_te_": "text_encoder",
-    "lora_te1_": "text_encoder", "lora_te2_": "text_encoder", "lora_te3_": "text_encoder", "vae.": "vae",
-    "transformer.": "transformer", "lora_unet_": "transformer", "lora_transformer_": "transformer",
+_COMPONENTS = {  # prefix of a key -> the component of a pipeline that the adapter is for, where it says so
+    "text_encoder.": "text_encoder", "lora_te_": "text_encoder", "lora_te1_": "text_encoder",
+    "text_encoder_2.": "text_encoder_2", "lora_te2_": "text_encoder_2", "lora_te3_": "text_encoder_3",
+    "vae.": "vae", "transformer.": "transformer", "lora_unet_": "transformer", "lora_transformer_": "transformer",
     "diffusion_model.": "transformer", "model.diffusion_model.": "transformer", "unet.": "transformer",
 }  # fmt: skip
 
@@ -118,7 +118,7 @@ def read(
     name: str | None = None,
     family: str | None = None,
     ignore: Sequence[str] = (),
-    own_part: bool = False,
+    component: str | None = None,
     dtype: Any = None,
 ) -> Adapter:
     """The adapter in a file or folder, for a model of this declaration.
@@ -130,7 +130,8 @@ def read(
         name: what it is called beside the model's weights; by default after the file.
         family: the model's family, where several have configs of its type.
         ignore: beginnings of keys to leave out: parts of the file that are of another model ("lora_te1_").
-        own_part: leave out keys that say by their usual beginnings that they are of another part of a pipeline.
+        component: what the model is called in its pipeline ("text_encoder_2"): keys that say by their usual beginnings
+            that they are of another are left out.
         dtype: of A and B; by default that of the weights.
 
     Raises:
@@ -139,12 +140,13 @@ def read(
     """
     file = _find(Path(path))
     rules = rules_of(family or _family_of(declared))
-    ignore = (*ignore, *(start for start, part in _PARTS.items() if own_part and part != rules.part))
+    if component is not None:
+        ignore = (*ignore, *(start for start, named in _COMPONENTS.items() if not _is_of(named, component)))
     base = plain(declared)
     with open_source(file) as source:
-        settings, problems = _settings(source, file)
+        settings, problems = _settings(source, file, component or rules.part)
         modules = _modules(source, ignore, problems)
-        targets = _Targets(rules, base, modules)
+        targets = _Targets(rules, base, modules, component or rules.part)
         pairs = targets.pairs(source, modules, settings, problems)
         fail_if(problems, f"{path}: not an adapter for this model (family {rules.family})")
         values = {m: (_read(source, p.a), _read(source, p.b)) for m, p in modules.items() if p.a and p.b}
@@ -187,12 +189,20 @@ def _family_of(declared: Any) -> str:
     return found[0]
 
 
+def _is_of(named: str, component: str) -> bool:
+    """Whether keys of the component `named` are those of `component`: files name one transformer, also of two."""
+    return named == component or (named == "transformer" and component.startswith("transformer_"))
+
+
 def _read(source: Source, key: str) -> np.ndarray:
     return np.array(source.read(key), np.float32)
 
 
-def _settings(source: Source, file: Path) -> tuple[_Settings, list[str]]:
-    """Ranks and alphas from adapter_config.json, or from the metadata of diffusers; and what is not supported."""
+def _settings(source: Source, file: Path, component: str) -> tuple[_Settings, list[str]]:
+    """Ranks and alphas from adapter_config.json, or from the metadata of diffusers; and what is not supported.
+
+    The metadata has them for each component of a pipeline.
+    """
     config = file.with_name(CONFIG)
     if file.name.startswith("adapter_model") and config.is_file():
         return _from_config(parse_object(config.read_bytes(), str(config)), CONFIG)
@@ -201,7 +211,12 @@ def _settings(source: Source, file: Path) -> tuple[_Settings, list[str]]:
     if METADATA not in metadata:
         return _Settings(), []
     packed = parse_object(metadata[METADATA].encode(), f"{file}: metadata {METADATA}")
-    own = {key.removeprefix("transformer."): value for key, value in packed.items()}
+    named = {key: next((c for c in set(_COMPONENTS.values()) if key.startswith(f"{c}.")), None) for key in packed}
+    own = {
+        key if of is None else key.removeprefix(f"{of}."): packed[key]
+        for key, of in named.items()
+        if of is None or _is_of(of, component)
+    }
     return _from_config(own, METADATA)
 
 
@@ -209,15 +224,7 @@ def _from_config(config: Mapping[str, Any], where: str) -> tuple[_Settings, list
     problems = []
     if config.get("peft_type", "LORA") != "LORA":
         problems.append(f"{where}: peft_type={config['peft_type']!r} is not LORA")
-    unsupported = (
-        "use_dora",
-        "lora_bias",
-        "fan_in_fan_out",
-        "modules_to_save",
-        "trainable_token_indices",
-        "use_qalora",
-    )
-    problems += [f"{where}: {name}={config[name]!r} is not supported" for name in unsupported if config.get(name)]
+    problems += [f"{where}: {name}={config[name]!r} is not supported" for name in _UNSUPPORTED if config.get(name)]
     if config.get("bias", "none") != "none":
         problems.append(f"{where}: bias={config['bias']!r} is not supported: only 'none' is")
     alpha, rank = config.get("lora_alpha"), config.get("r")
@@ -268,8 +275,8 @@ def _modules(source: Source, ignore: Sequence[str], problems: list[str]) -> dict
 class _Targets:
     """Which pieces of the model's leaves each module of the file is, in the layout that knows most of them."""
 
-    def __init__(self, rules: FamilyRules, declared: Any, modules: Iterable[str]):
-        self._layers, self._params, self._part = linear_layers(declared), layout.named(declared), rules.part
+    def __init__(self, rules: FamilyRules, declared: Any, modules: Iterable[str], component: str):
+        self._layers, self._params, self._component = linear_layers(declared), layout.named(declared), component
         names = list(modules)
         candidates = [_Known(rules, one, self._params) for one in rules.layouts]
         self._known = max(candidates, key=lambda known: sum(known.find(name) is not None for name in names))
@@ -302,9 +309,9 @@ class _Targets:
 
     def _problem(self, source: Source, name: str, module: _Module, key: str | None, settings: _Settings) -> str | None:
         if key is None:
-            part = next((part for start, part in _PARTS.items() if name.startswith(start)), self._part)
-            other = f" (it is for a {part}, and this is a {self._part}: own_part= (--lora PART:FILE) leaves it out)"
-            return "no module of this model" + (other if part != self._part else "")
+            named = next((c for start, c in _COMPONENTS.items() if name.startswith(start)), self._component)
+            other = f" (it is for {named}, and this is {self._component}: component= (--lora PART:FILE) leaves it out)"
+            return "no module of this model" + ("" if _is_of(named, self._component) else other)
         if module.a is None or module.b is None:
             return f"has no {'A (down)' if module.a is None else 'B (up)'}"
         lacking = [piece.target for piece in self._known.pieces[key] if piece.target not in self._layers]
@@ -396,7 +403,7 @@ def _factors(layer: Linear, shares: list[_Share], dtype: Any) -> Factors:
     a, b = np.zeros(declared.a.shape, declared.a.dtype), np.zeros(declared.b.shape, declared.b.dtype)
     ratio = np.zeros(declared.ratio.shape, np.float32)
     outputs = [dim for dim in param.names if dim not in (*lead, *inputs)]
-    for slot, share, _ in placed:
+    for slot, share, _ in placed:  # the others of a slot are scaled to the first that is not 0
         ratio[slot] = ratio[slot] or share.ratio
     for slot, share, sub in placed:
         start = starts[slot, share.module, share.columns]
@@ -404,8 +411,7 @@ def _factors(layer: Linear, shares: list[_Share], dtype: Any) -> Factors:
         into: Any = (*slot, part, *(slice(*share.at[dim]) for dim in inputs))
         out: Any = (*slot, *(slice(*share.at[dim]) for dim in outputs), part)
         a[into] = share.a
-        scale = share.ratio / ratio[slot] if ratio[slot] else 1.0
-        b[out] = scale * sub
+        b[out] = sub * (share.ratio / ratio[slot] if share.ratio else 0.0)
     return Factors(a=a, b=b, ratio=ratio)
 
 

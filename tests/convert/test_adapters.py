@@ -12,7 +12,8 @@ from shardzoo.convert import adapters as files
 from shardzoo.convert.families.flux import FAMILY
 from shardzoo.convert.rules import expected
 from shardzoo.errors import InputError
-from shardzoo.zoo import adapters, flux, layout, quantize
+from shardzoo.zoo import adapters, decoder, flux, layout, quantize
+from shardzoo.zoo.linears import linear_layers
 from shardzoo.zoo.mesh import make_mesh
 
 DECLARED = flux.declare(CONFIG)
@@ -58,8 +59,8 @@ def test_everything_wrong_in_one_message(tmp_path):
         "transformer_blocks.1.ff.net.2: has no B (up)",
         "transformer_blocks.{0-2}.attn.to_z: no module of this model",
         "norm_q: is double.image.attn.q_norm.weight, which is not the weight of a linear layer",
-        "lora_te1_text_model_encoder_layers_0_mlp_fc1: no module of this model (it is for a text_encoder, and this is"
-        " a transformer: own_part= (--lora PART:FILE) leaves it out)",
+        "lora_te1_text_model_encoder_layers_0_mlp_fc1: no module of this model (it is for text_encoder, and this is"
+        " transformer: component= (--lora PART:FILE) leaves it out)",
         "1 tensors are no A, B or alpha of a LoRA, which is not supported: transformer.x_embedder.bias",
     ):
         assert part in text, text
@@ -113,7 +114,7 @@ def test_parts_of_other_models_are_left_out_when_asked(tmp_path):
     tensors["lora_te1_text_model_encoder_layers_0_mlp_fc1.lora_down.weight"] = np.ones((3, 7), np.float32)
     save_file(tensors, path)
     assert "lora_te1" in refusal(path)
-    for options in (dict(ignore=("lora_te",)), dict(own_part=True)):
+    for options in (dict(ignore=("lora_te",)), dict(component="transformer"), dict(component="transformer_2")):
         assert set(files.read(path, DECLARED, **options).factors) == {
             "double.image.attn.qkv.weight", "double.image.down.weight", "single.out.weight", "single.down.weight",
         }  # fmt: skip
@@ -144,3 +145,37 @@ def test_what_is_no_adapter(tmp_path):
     assert "alpha=inf is not a finite number" in refusal(path)
     meta = write_file(tmp_path / "z.safetensors", pairs(), "bare", None, {"lora_adapter_metadata": json.dumps([1])})
     assert "lora_adapter_metadata" in refusal(meta)
+
+
+LLM = decoder.declare(decoder.Config(vocab=8, embed=6, layers=1, heads=3, kv_heads=1, head_dim=2, mlp=5))
+QUERY = "model.layers.0.self_attn.q_proj"
+
+
+def test_each_component_takes_its_own_keys_and_settings(tmp_path):
+    """Whatever the family of a component calls itself: a decoder is a text encoder here."""
+    tensors = {}
+    for start in (f"text_encoder.{QUERY}", f"text_encoder_2.{QUERY}", "transformer.transformer_blocks.0.attn.to_q"):
+        size = 96 if "blocks" in start else 6
+        tensors |= {f"{start}.lora_{x}.weight": np.ones((3, size)[:: 1 if x == "A" else -1], np.float32) for x in "AB"}
+    said = {"text_encoder.lora_alpha": 6, "text_encoder_2.lora_alpha": 12, "transformer.lora_alpha": 30, "r": 3}
+    save_file(tensors, tmp_path / "x.safetensors", {"lora_adapter_metadata": json.dumps(said)})
+    for component, ratio in (("text_encoder", 2.0), ("text_encoder_2", 4.0)):
+        found = files.read(tmp_path / "x.safetensors", LLM, component=component)
+        assert {at: f.ratio.tolist() for at, f in found.factors.items()} == {"blocks.attn.q.weight": [ratio]}
+    found = files.read(tmp_path / "x.safetensors", DECLARED, component="transformer")
+    assert found.factors["double.image.attn.qkv.weight"].ratio[0].tolist() == [10.0, 0, 0]
+
+
+@pytest.mark.parametrize("first, second", [(0.0, 6.0), (6.0, 0.0), (0.0, 0.0)])
+def test_an_alpha_of_zero_beside_another(first, second):
+    """Two modules in one place of a leaf take ranks of their own, whatever the ratio of the other."""
+    layer = linear_layers(DECLARED)["double.image.down.weight"]
+    sizes = dict(zip(layer.weight.names, layer.weight.shape, strict=True)) | {"layer": 1}
+    at = {dim: (0, size) for dim, size in sizes.items()}
+    rng, shares, want = np.random.default_rng(0), [], 0.0
+    for module, ratio in (("one", first), ("two", second)):
+        a, b = (rng.normal(size=n).astype(np.float32) for n in ((3, sizes["mlp"]), (sizes["embed"], 3)))
+        shares.append(files._Share(at, a, b, (0, sizes["mlp"]), ratio, module))
+        want = want + ratio * b @ a
+    found = files._factors(layer, shares, None)
+    assert np.allclose(found.ratio[0] * found.b[0] @ found.a[0], want, atol=1e-4)
