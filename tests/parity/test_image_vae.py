@@ -9,6 +9,7 @@ import pytest
 import torch
 from diffusers import Flux2Pipeline, FluxPipeline
 from torch_image_vae import CASES, arrays, build, values
+from torch_values import error, rms
 
 from shardzoo.zoo import image_vae, layout
 from shardzoo.zoo.mesh import make_mesh
@@ -29,12 +30,6 @@ def both(name):
 
 def compiled(f):
     return jax.jit(f, compiler_options=UNOPTIMIZED)
-
-
-def error(got, want):
-    got, want = np.asarray(got), np.asarray(want)
-    assert got.shape == want.shape
-    return np.abs(got - want).max() / np.abs(want).max()
 
 
 def uniform(*shape, seed=1):
@@ -195,10 +190,6 @@ def test_gradients(name, coder):
 @slow
 def test_gradients_computed_again(coder):
     assert_gradients("two levels", coder, remat=True)
-
-
-def rms(x):
-    return np.sqrt(np.mean(np.square(x)))
 
 
 @pytest.mark.parametrize("name", ["two levels", pytest.param("flux1", marks=slow), pytest.param("flux2", marks=slow)])
