@@ -79,10 +79,13 @@ def expand(rules: Iterable[Rule], params: Mapping[str, Param], roots: Mapping[st
 def _single(rules: Iterable[Rule], params: Mapping[str, Param]) -> Iterator[Rule]:
     """The rules whose leaf is declared, those of several places as one for each."""
     for rule in rules:
-        if rule.target in params and rule.each is None:
+        if rule.target not in params:
+            continue
+        if rule.each is None:
             yield rule
-        elif rule.target in params:
-            yield from (dataclasses.replace(rule, at=at, start=start, each=None) for at, start in rule.each(params))
+            continue
+        for at, start in rule.each(params):
+            yield dataclasses.replace(rule, at=at, start=start, each=None)
 
 
 def layer_numbers(rule: Rule, params: Mapping[str, Param]) -> list[int]:
