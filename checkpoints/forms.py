@@ -33,10 +33,9 @@ def _form(path: str, layer: Linear, stored: Mapping[str, LeafSpec]) -> Weight:
 
 def _base(path: str, layer: Linear, stored: Mapping[str, LeafSpec]) -> Param | Quantized:
     param, values = declared_base(layer.weight), stored.get(path + VALUES)
-    kinds = {dtype: kind for kind, dtype in quantize.DTYPES.items()}
-    if values is None or values.dtype not in kinds:
+    if values is None or values.dtype not in quantize.KINDS:
         return param
-    return quantize.declared_quantized(layer, param, kinds[values.dtype])
+    return quantize.declared_quantized(layer, param, quantize.KINDS[values.dtype])
 
 
 def _lora(layer: Linear, a: LeafSpec) -> Any:

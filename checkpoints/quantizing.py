@@ -4,6 +4,7 @@ A channel's scale is that of all its inputs, so of a weight that is split on its
 once; scales that are known are not worked out again.
 """
 
+import collections
 import concurrent.futures
 import dataclasses as dc
 import itertools
@@ -52,7 +53,8 @@ class QuantizedWeight:
         self._ckpt, self._path, self._kind, self._outputs, self._dtype = ckpt, path, kind, outputs, dtype
         shape = self.leaf.spec.shape[:outputs]
         self._scale, self._known = np.zeros(shape, dtype), np.zeros(shape, bool)
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of the locks
+        self._locks: dict[tuple[int, ...], threading.Lock] = collections.defaultdict(threading.Lock)
         self.pool = pool
         self._array: ts.TensorStore | None = None
 
@@ -70,8 +72,7 @@ class QuantizedWeight:
         for rows in self._blocks(at[: self._outputs]):
             wanted = (*rows, *at[self._outputs :])
             place = tuple(slice(r.start - s.start, r.stop - s.start) for r, s in zip(wanted, at, strict=True))
-            with self._lock:
-                made = self._make_scales(rows)
+            made = self._make_scales(rows)
             into[place] = (
                 quantize.at_scale(self._read(wanted), self._scale[rows], self._kind) if made is None else made[columns]
             )
@@ -79,14 +80,20 @@ class QuantizedWeight:
     def scales(self, at: Block, into: Shaped[np.ndarray, "..."]) -> None:
         """Writes the scales in these ranges."""
         for rows in self._blocks(at):
-            with self._lock:
-                self._make_scales(rows)
+            self._make_scales(rows)
         into[...] = self._scale[at]
 
     def _make_scales(self, rows: Block) -> Shaped[np.ndarray, "..."] | None:
-        """Works out the scales of these outputs, and with them all their values; None if they are known."""
-        if self._known[rows].all():
-            return None
+        """Works out the scales of these outputs, and with them all their values; None if they are known.
+
+        Blocks that overlap, as several cuts of a leaf may, come to the same scales.
+        """
+        with self._lock:
+            own = self._locks[tuple(part.start for part in rows)]
+        with own:
+            return None if self._known[rows].all() else self._quantize(rows)
+
+    def _quantize(self, rows: Block) -> Shaped[np.ndarray, "..."]:
         inputs = self.leaf.spec.shape[self._outputs :]
         whole = self._read((*rows, *(slice(0, size) for size in inputs)))
         values, self._scale[rows] = quantize.quantize(whole, len(inputs), self._kind, self._dtype, self._path)
@@ -130,14 +137,19 @@ class Made:
         return self.weight.pool.submit(getattr(self.weight, self.part), self.at, host)
 
 
+def finish(made: Mapping[str, tuple[QuantizedWeight, Any]]) -> None:
+    """Ends the work on these weights; what has not begun is dropped."""
+    for weight, _ in made.values():
+        weight.pool.shutdown(cancel_futures=True)
+
+
 def weights_to_quantize(ckpt: Checkpoint, params: Mapping[str, Param]) -> dict[str, tuple[QuantizedWeight, Any]]:
     """Path of each declared leaf that is made of a stored one -> that weight, and which part of it the leaf is."""
-    kinds = {dtype: kind for kind, dtype in quantize.DTYPES.items()}
     pool = concurrent.futures.ThreadPoolExecutor(max(1, os.cpu_count() or 1), "quantize")
     found: dict[str, tuple[QuantizedWeight, Any]] = {}
     for root, (values, scale) in quantized_leaves(params).items():
         if values not in ckpt.manifest.leaves and root in ckpt.manifest.leaves:
-            kind, of = kinds[params[values].dtype], params[scale]
+            kind, of = quantize.KINDS[params[values].dtype], params[scale]
             weight = QuantizedWeight(ckpt, root, kind, of.ndim, of.dtype, pool)
             found |= {values: (weight, "values"), scale: (weight, "scales")}
     return found

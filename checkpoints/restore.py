@@ -23,7 +23,7 @@ from shardzoo.checkpoints.checkpoint import Checkpoint, damage
 from shardzoo.checkpoints.checkpoint import open as open_checkpoint
 from shardzoo.checkpoints.grid import Block
 from shardzoo.checkpoints.manifest import Leaf
-from shardzoo.checkpoints.quantizing import Made, QuantizedWeight, weights_to_quantize
+from shardzoo.checkpoints.quantizing import Made, QuantizedWeight, finish, weights_to_quantize
 from shardzoo.errors import InputError, fail_if
 from shardzoo.zoo import quantize as quantization
 from shardzoo.zoo.layout import HOST, LAYER, Param, astype, audit, fill, named
@@ -96,6 +96,8 @@ def restore(
             live = _read_leaves(ckpt, shapes, shardings, read_as, budget, made)
         except InputError as error:
             problem = str(error)
+        finally:
+            finish(made)
         distributed.agree(f"restore {ckpt.path}", problem, timeout=timeout)
         if verify:
             _compare_checksums(ckpt, live, timeout)

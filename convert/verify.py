@@ -323,7 +323,7 @@ class _Comparison:
         worst = max(by_leaf, key=lambda path: _relative(by_leaf[path]))
         kinds = {self._checkpoint.leaf(path).spec.dtype for path in self._squares}
         return Rounding(
-            kind=" and ".join(sorted(kind for kind, dtype in quantize.DTYPES.items() if dtype in kinds)),
+            kind=" and ".join(sorted(kind for dtype, kind in quantize.KINDS.items() if dtype in kinds)),
             error=_relative((sum(e for e, _ in by_leaf.values()), sum(n for _, n in by_leaf.values()))),
             groups={group: _relative(squares) for group, squares in groups.items()},
             worst=worst,

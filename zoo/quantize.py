@@ -31,6 +31,7 @@ from shardzoo.zoo.linears import input_dims, kept, linear_layers, with_weights
 from shardzoo.zoo.weights import Adapted, Quantized, Weight, declared_base
 
 DTYPES: Mapping[str, np.dtype] = {"int8": np.dtype(np.int8), "fp8": np.dtype(ml_dtypes.float8_e4m3fn)}
+KINDS: Mapping[np.dtype, str] = {dtype: kind for kind, dtype in DTYPES.items()}
 LARGEST = {"int8": 127.0, "fp8": 448.0}
 VALUES, SCALE = ".values", ".scale"  # what the paths of a quantized weight's two leaves end in
 _BLOCK = 1 << 20  # elements worked on at a time
@@ -82,8 +83,7 @@ def scale_dtype(dtype: np.dtype) -> np.dtype:
 
 def kind_of(declared: Any) -> str | None:
     """How the weights of a declaration are quantized: "int8", "fp8", "fp8 and int8", or None."""
-    kinds = {dtype: kind for kind, dtype in DTYPES.items()}
-    found = {kinds[p.dtype] for path, p in layout.named(declared).items() if path.endswith(VALUES) and p.fixed}
+    found = {KINDS[p.dtype] for path, p in layout.named(declared).items() if path.endswith(VALUES) and p.fixed}
     return " and ".join(sorted(found)) or None
 
 

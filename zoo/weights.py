@@ -1,7 +1,8 @@
 """Weights that are more than one array: quantized ones, and ones with adapters beside them.
 
 Each stands where a layer has its weight, in every filling of a declaration, and has the shape and dtype of the weight
-that it stands for. `layers.contract` multiplies by it; layers, splits, gathering and checkpoints need know no more.
+that it stands for; of a live one some of the first outputs are taken as of an array. `layers.contract` multiplies by
+it; layers, splits, gathering and checkpoints need know no more.
 """
 
 import equinox as eqx
@@ -34,6 +35,9 @@ class Quantized(eqx.Module):
     def dtype(self) -> np.dtype:
         return self.scale.dtype
 
+    def __getitem__(self, outputs: slice) -> "Quantized":
+        return Quantized(values=self.values[outputs], scale=self.scale[outputs])
+
 
 class Lora(eqx.Module):
     """What one adapter adds to one weight: `strength * ratio * B A`.
@@ -54,6 +58,14 @@ class Lora(eqx.Module):
     ratio: Float[Leaf, "*lead"]
     strength: Float[Leaf, "*layer"]
 
+    def of_blocks(self, blocks: slice) -> "Lora":
+        """The same for some blocks of a weight that has them."""
+        return Lora(a=self.a[blocks], b=self.b[blocks], ratio=self.ratio[blocks], strength=self.strength)
+
+    def of_outputs(self, outputs: slice) -> "Lora":
+        """The same for some of the first outputs of a weight without blocks."""
+        return Lora(a=self.a, b=self.b[outputs], ratio=self.ratio, strength=self.strength)
+
 
 class Adapted(eqx.Module):
     """A weight and, by name, the adapters beside it."""
@@ -72,6 +84,13 @@ class Adapted(eqx.Module):
     @property
     def dtype(self) -> np.dtype:
         return self.base.dtype
+
+    def __getitem__(self, outputs: slice) -> "Adapted":
+        parts = {
+            name: lora.of_blocks(outputs) if lora.ratio.ndim else lora.of_outputs(outputs)
+            for name, lora in self.lora.items()
+        }
+        return Adapted(base=self.base[outputs], lora=parts)
 
 
 Weight = Array | Param | Quantized | Adapted

@@ -6,7 +6,19 @@ import numpy as np
 import pytest
 from mesh_parity import harsh
 
-from shardzoo.zoo import adapters, clip_text, clip_vision, decoder, flux2, layout, qwen_image, t5, wan
+from shardzoo.zoo import (
+    adapters,
+    clip_text,
+    clip_vision,
+    decoder,
+    flux2,
+    image_vae,
+    layout,
+    qwen3_5,
+    qwen_image,
+    t5,
+    wan,
+)
 from shardzoo.zoo.adapters import Adapter, Factors
 from shardzoo.zoo.families import TraceSizes, find_family
 from shardzoo.zoo.linears import linear_layers
@@ -22,6 +34,22 @@ FAMILIES = {
     "flux2": flux2.Config(**FLUX2),
     "qwen-image": qwen_image.Config(
         in_channels=16, out_channels=4, heads=4, head_dim=16, layers=2, mlp=40, text=12, axes=(4, 6, 6)
+    ),
+    "qwen3-5": qwen3_5.Config(
+        vocab=56,
+        embed=24,
+        layers=4,
+        mlp=40,
+        interval=2,
+        heads=4,
+        kv_heads=2,
+        head_dim=8,
+        rotary_dim=4,
+        sections=(1, 1, 0),
+        key_heads=2,
+        value_heads=4,
+        key_dim=6,
+        value_dim=5,
     ),
     "t5": t5.Config(vocab=56, embed=24, layers=2, heads=4, head_dim=6, mlp=40),
     "clip-text": clip_text.Config(vocab=56, embed=24, layers=2, heads=4, mlp=40, end_token=55),
@@ -74,9 +102,26 @@ def test_quantized_with_adapters_on_a_mesh(family):
     one = make_mesh()
     both = adapters.attach(declared, layout.place(declared, one, plain), one, [style(declared)])
     want = run(family, declared, one, adapters.merge(*both)[1])
-    mesh = make_mesh(tensor=2, context=2, kv_heads=2 if family == "decoder" else None)
+    mesh = make_mesh(tensor=2, context=2, kv_heads=2 if family in ("decoder", "qwen3-5") else None)
     apart = adapters.attach(new, layout.place(new, mesh, made), mesh, [style(new)])
     bare = run(family, new, mesh, adapters.detach(*apart)[1])
     for got, expected, without in zip(run(family, apart[0], mesh, apart[1]), want, bare, strict=True):
         assert np.abs(got - expected).max() <= TOLERANCE * np.abs(expected).max()
         assert np.abs(without - expected).max() > 0.01 * np.abs(expected).max()
+
+
+def test_adapters_of_an_autoencoder_whose_attention_takes_its_weights_in_parts():
+    """Queries of a device's own rows, keys and values of all of them: out of one packed weight."""
+    config = image_vae.Config(latent_channels=3, widths=(4, 6), decoder_widths=(4, 6), blocks=1, groups=2)
+    declared = image_vae.declare(config)
+    values, latents = harsh(declared), np.random.default_rng(1).normal(size=(1, 3, 6, 4)).astype(np.float32)
+    images = []
+    for degrees, merged in ((dict(), True), (dict(), False), (dict(context=2, tensor=2), False)):
+        mesh = make_mesh(**degrees)
+        both = adapters.attach(declared, layout.place(declared, mesh, values), mesh, [style(declared)])
+        new, model = adapters.merge(*both) if merged else both
+        images.append(np.asarray(jax.jit(image_vae.decode(new, mesh))(model, latents)))
+    for image in images[1:]:
+        assert np.abs(image - images[0]).max() <= TOLERANCE * np.abs(images[0]).max()
+    bare = jax.jit(image_vae.decode(declared, mesh))(layout.place(declared, mesh, values), latents)
+    assert np.abs(bare - images[0]).max() > 0.01 * np.abs(images[0]).max()
