@@ -132,7 +132,7 @@ def _by_keys(source: Source) -> FamilyRules | None:
         listed = " or ".join(f"{m.rules.family} (layout {m.layout.name!r}, knows {m.known} of them)" for m in best)
         raise InputError(
             f"{source.root}: its {len(source.tensors)} tensors may be of family {listed}: choose one by family="
-            " (--family)"
+            " (--family), or name a config.json by config= (--config)"
         )
     return best[0].rules if best else None
 

@@ -172,6 +172,11 @@ def _inner(eqn: JaxprEqn) -> Iterator[Jaxpr]:
                 yield one
 
 
+def _shaped(aval: Any) -> jax.core.ShapedArray:
+    """An operand's shape and dtype: of what is counted here it has both."""
+    return aval
+
+
 def _bytes(aval: Any) -> int:
     return math.prod(aval.shape) * np.dtype(aval.dtype).itemsize
 
@@ -197,14 +202,13 @@ def _kernel(total: _Count, eqn: JaxprEqn) -> None:
 
 
 def _product(total: _Count, eqn: JaxprEqn) -> None:
-    left, right = (v.aval for v in eqn.invars[:2])
-    out = math.prod(eqn.outvars[0].aval.shape)
+    left, right, out = (_shaped(v.aval) for v in (*eqn.invars[:2], eqn.outvars[0]))
     if eqn.primitive.name == "dot_general":
         (contracted, _), _ = eqn.params["dimension_numbers"]
-        flops = 2 * out * math.prod(left.shape[d] for d in contracted)
+        flops = 2 * math.prod(out.shape) * math.prod(left.shape[d] for d in contracted)
     else:
         spec = eqn.params["dimension_numbers"].rhs_spec  # out, in, window ...
-        flops = 2 * out * math.prod(right.shape[d] for d in spec[1:])
+        flops = 2 * math.prod(out.shape) * math.prod(right.shape[d] for d in spec[1:])
     precision = eqn.params.get("precision")
     precision = precision[0] if isinstance(precision, tuple) else precision
     wide = min(np.dtype(v.dtype).itemsize for v in (left, right)) >= 4

@@ -257,7 +257,7 @@ def _rope_problems(fields: Mapping[str, Any]) -> Iterator[str]:
 def _experts(text: Mapping[str, Any]) -> Iterator[str]:
     """Layers of Qwen3-Next that are mixtures of experts; the other models of the family have none."""
     experts, step, layers = (text.get(name) for name in ("num_experts", "decoder_sparse_step", "num_hidden_layers"))
-    if not experts or not all(type(n) is int and n > 0 for n in (experts, step, layers)):
+    if not (type(experts) is type(step) is type(layers) is int) or min(experts, step, layers) < 1:
         return
     listed = text.get("mlp_only_layers")
     plain = listed if isinstance(listed, list) else []

@@ -250,9 +250,9 @@ def test_another_family_is_named_as_what_it_looks_like(source):
     keys = ["layers.0.linear_attn.in_proj_qkvz.weight", "layers.0.linear_attn.A_log"]
     rewrite(source, lambda _: {key: torch.zeros(2) for key in keys})
     assert "Qwen3.5" in refusal(source)
-    tiny_models.edit_config(source, model_type="qwen3_next")
+    tiny_models.edit_config(source, model_type="mamba2")
     message = refusal(source)
-    assert "'qwen3_next'" in message and "Qwen3.5" in message and "decoder (llama" in message
+    assert "'mamba2'" in message and "Qwen3.5" in message and "decoder (llama" in message
     (source / "config.json").unlink()
     message = refusal(source)
     assert "no config.json" in message and "Qwen3.5" in message
