@@ -61,14 +61,14 @@ def one_device():
 
 
 MESHES = [
-    ("thirds", dict(tensor=2), dict()),
     ("thirds", dict(context=3), dict()),
     ("thirds", dict(tensor=2, context=2), dict(residual="seq", at_rest="context")),
-    ("thirds", dict(data=2, context=2, tensor=2), dict(at_rest="data", remat=True)),
-    ("thirds", dict(context=8), dict()),
     ("published heads", dict(tensor=8, kv_heads=4), dict()),  # KV heads repeat over rep
 ]
 MORE = [
+    ("thirds", dict(tensor=2), dict()),
+    ("thirds", dict(data=2, context=2, tensor=2), dict(at_rest="data", remat=True)),
+    ("thirds", dict(context=8), dict()),
     ("thirds", dict(tensor=4), dict(residual="seq", remat=True)),
     ("thirds", dict(context=2), dict()),
     ("thirds", dict(context=4, tensor=2), dict()),
@@ -92,7 +92,9 @@ def test_masks_over_a_mesh():
     assert_close(run(CONFIG, Degrees(context=2, tensor=2), mask=LEFT), run(CONFIG, Degrees(), mask=LEFT))
 
 
-@pytest.mark.parametrize("degree, seq", [(2, 130), (3, 7), (8, 200), (8, 8)])
+@pytest.mark.parametrize(
+    "degree, seq", [(3, 7), (8, 200), *(pytest.param(*x, marks=pytest.mark.slow) for x in ((2, 130), (8, 8)))]
+)
 def test_the_rule_over_context(degree, seq):
     """Outputs, final state on every device, and gradients of both: those of the whole sequence at once."""
     degrees, (batch, keys, heads, key_dim, value_dim) = dict(context=degree), (2, 2, 4, 5, 3)
