@@ -10,6 +10,8 @@ import torch
 import transformers
 from command_line import invoke
 
+from shardzoo import zoo
+
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 SENTENCE = "The quick brown fox jumps over the lazy dog."
 
@@ -52,6 +54,11 @@ def test_every_command_and_option_that_is_named_exists():
     for name, text in listed:
         for option in re.findall(r"`(--[a-z-]+)", text):
             assert option in invoke(name, "--help").out, f"{name} {option}"
+
+
+def test_every_family_has_its_row():
+    table = README.partition("| family | models |")[2].partition("\n\n")[0]
+    assert set(re.findall(r"^\| `([^`]+)`", table, re.MULTILINE)) == set(zoo.family_names())
 
 
 def commands() -> str:
