@@ -97,9 +97,7 @@ def test_a_part_of_the_model(saved):
     assert not any(p.startswith("heads") for p in model) and "blocks.q" in model
     for leaf, value in model.items():
         np.testing.assert_array_equal(value, stored[leaf][:2] if leaf.startswith("blocks") else stored[leaf])
-    with pytest.raises(
-        InputError, match=r"heads\.0: in the checkpoint, but not declared(.|\n)*q: stored with"
-    ):
+    with pytest.raises(InputError, match=r"heads\.0: in the checkpoint, but not declared(.|\n)*q: stored with"):
         checkpoints.restore(path, mesh, declared=part(2))
     with pytest.raises(InputError, match=r"blocks\.q: stored with shape"):
         checkpoints.restore(path, mesh, declared=part(4), part=True)
