@@ -23,6 +23,7 @@ PARTIAL = (
     "pipeline.partial.json"  # of the converter: component -> identity of what is being converted, while that lasts
 )
 FILES = "files"
+LONGEST_NAME = 200  # bytes of a component's name: file systems take 255, with what is added while it is written
 FORMAT, VERSION = "shardzoo pipeline", 1
 
 
@@ -130,6 +131,12 @@ def is_pipeline(path: str | Path) -> bool:
     return (Path(path) / PIPELINE).is_file()
 
 
+def is_component_name(name: str) -> bool:
+    """Whether a component may be called this: a plain folder name that means nothing else in a pipeline's folder."""
+    plain = is_below(name) and "/" not in name and name.isprintable() and not name.startswith(".")
+    return plain and len(name.encode()) <= LONGEST_NAME and name not in (PIPELINE, PARTIAL, FILES)
+
+
 def is_unfinished(path: str | Path) -> bool:
     """Whether this is the folder of a pipeline that the converter has not finished."""
     return (Path(path) / PARTIAL).is_file() and not is_pipeline(path)
@@ -181,8 +188,10 @@ def _problems(record: Mapping[str, Any]) -> list[str]:
         good = (
             isinstance(one, dict) and set(one) == {"family", "place"} and all(isinstance(v, str) for v in one.values())
         )
-        if not good or not is_below(name) or "/" in name:
+        if not good:
             problems.append(f"component {name!r} does not hold a family and a place")
+        elif not is_component_name(name) or not (one["place"] == "." or is_below(one["place"])):
+            problems.append(f"component {name!r} at {one['place']!r} reaches outside the folder")
     for name, entry in record["files"].items():
         good = isinstance(entry, dict) and set(entry) == {"size", "sha256"} and type(entry["size"]) is int
         if not good or not isinstance(entry["sha256"], str) or not is_below(name):

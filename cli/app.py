@@ -40,7 +40,8 @@ class Commands(typer.core.TyperGroup):
         except KeyboardInterrupt as error:
             raise _exit(f"interrupted{_after_interrupt(ctx.invoked_subcommand)}", 130) from error
         except MemoryError as error:
-            raise _exit("out of memory: lower --memory-budget, or use a machine with more memory", 1) from error
+            lower = "lower --memory-budget, or " if ctx.invoked_subcommand in ("convert", "export") else ""
+            raise _exit(f"out of memory: {lower}use a machine with more memory, or smaller sizes", 1) from error
         except OSError as error:
             if error.errno == errno.EPIPE:  # the reader of our output has left: nobody to tell
                 raise
@@ -116,6 +117,7 @@ Quantize = Annotated[
         show_default=False,
     ),
 ]  # fmt: skip
+MOST_TOKENS, MOST_CELLS = 2**24, 2**16  # of what is traced: more is a slip of the finger
 MESH_HELP = "How to split: data, pipe, context, tensor, e.g. context=2,tensor=4."
 
 
@@ -217,11 +219,17 @@ def audit(
         str | None,
         typer.Option(help="Compile the forward pass for this TPU slice, e.g. v5e:2x4.", show_default=False),
     ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="With --chips or --topology: rows of the input.")] = 1,
-    tokens: Annotated[int, typer.Option(min=1, help="With --chips or --topology: length of each row of text.")] = 4096,
-    frames: Annotated[int, typer.Option(min=1, help="With --chips or --topology: length of a video.")] = 81,
-    height: Annotated[int, typer.Option(min=1, help="With --chips or --topology: in pixels.")] = 480,
-    width: Annotated[int, typer.Option(min=1, help="With --chips or --topology: in pixels.")] = 832,
+    batch: Annotated[
+        int, typer.Option(min=1, max=MOST_CELLS, help="With --chips or --topology: rows of the input.")
+    ] = 1,
+    tokens: Annotated[
+        int, typer.Option(min=1, max=MOST_TOKENS, help="With --chips or --topology: length of each row of text.")
+    ] = 4096,
+    frames: Annotated[
+        int, typer.Option(min=1, max=MOST_CELLS, help="With --chips or --topology: length of a video.")
+    ] = 81,
+    height: Annotated[int, typer.Option(min=1, max=MOST_CELLS, help="With --chips or --topology: in pixels.")] = 480,
+    width: Annotated[int, typer.Option(min=1, max=MOST_CELLS, help="With --chips or --topology: in pixels.")] = 832,
     dtype: Annotated[
         Any,
         typer.Option(parser=options.parse_dtype, metavar="DTYPE", help="With --chips or --topology: of the weights."),

@@ -182,6 +182,9 @@ def _quantized(target: targets.Target, kind: str | None) -> targets.Target:
     with uninterrupted():
         from shardzoo.zoo import quantize
 
+    there = quantize.kind_of(target.declared)
+    if there not in (None, kind):
+        raise InputError(f"{target.name}: quantize={kind!r}, and its weights are {there} already: leave quantize out")
     if not quantize.quantizable(target.declared, kind):
         note(f"note: {target.name}: has no weights that are quantized")
         return target

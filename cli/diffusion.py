@@ -17,7 +17,7 @@ from shardzoo.errors import InputError, fail_if
 from shardzoo.progress import Progress
 from shardzoo.zoo import layout
 from shardzoo.zoo.mesh import Degrees
-from shardzoo.zoo.pipelines import Components, Kind, Wanted, find_kind
+from shardzoo.zoo.pipelines import Components, Kind, Wanted, family_problems, find_kind
 
 VAE = "vae"  # keeps the dtype it is stored in: it is small, and bfloat16 shows
 TRANSFORMER = "transformer"
@@ -129,6 +129,8 @@ def _parts(kind: Kind, pipeline: Pipeline, settings: Any, dtype: np.dtype | None
     """The declared components, in the dtypes that they will run in and where they will lie."""
     if dtype is not None and dtype.itemsize < 2:
         raise InputError(f"generate: dtype={dtype.name} is for storage: run in float32, bfloat16 or float16")
+    families = {name: one.family for name, one in pipeline.components.items()}
+    fail_if(family_problems(pipeline.kind, families), f"{pipeline.path}: its components are not of one pipeline")
     declared = {name: pipeline.checkpoint(name).declared for name in pipeline.components}
     pipeline.require(kind.needed(declared, settings))
     run = kind.run_parts(declared, settings)

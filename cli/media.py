@@ -93,6 +93,8 @@ def check_output(path: Path, *, overwrite: bool, video: bool, count: int) -> Non
     """
     need_packages(*(("imageio_ffmpeg",) if path.suffix == VIDEO else ("PIL",)))
     file = VIDEO if video else IMAGE
+    if not path.name:
+        raise InputError(f"{path}: has no name of its own, by which it could be replaced: name a {file} file or folder")
     if path.suffix not in (file, ""):
         raise InputError(f"{path}: is neither a {file} file nor the name of a folder for PNG files: change it")
     if path.suffix == IMAGE and count > 1:
@@ -109,7 +111,9 @@ def check_output(path: Path, *, overwrite: bool, video: bool, count: int) -> Non
 
 
 def _ours(path: Path) -> bool:
-    """Whether this is what an earlier run may have written: a file, or a folder of pictures alone."""
+    """Whether this is what an earlier run may have written: a file, or a folder of pictures alone; no link."""
+    if path.is_symlink():
+        return False
     if path.suffix:
         return path.is_file()
     return path.is_dir() and all(entry.suffix == IMAGE for entry in path.iterdir())

@@ -150,6 +150,9 @@ def read(
         pairs = targets.pairs(source, modules, settings, problems)
         fail_if(problems, f"{path}: not an adapter for this model (family {rules.family})")
         values = {m: (_read(source, p.a), _read(source, p.b)) for m, p in modules.items() if p.a and p.b}
+        keys = {key: value for m, both in values.items() for key, value in zip(_keys(modules[m]), both, strict=True)}
+        broken = [key for key, value in keys.items() if not np.isfinite(value).all()]
+        fail_if([f"{batched_names(broken, 3)}: NaN or infinite"] if broken else [], f"{path}: repair the adapter")
     layers = linear_layers(base)
     found: dict[str, list[_Share]] = {}
     for module, pieces, ratio in pairs:
@@ -194,6 +197,11 @@ def _is_of(named: str, component: str) -> bool:
     return named == component or (named == "transformer" and component.startswith("transformer_"))
 
 
+def _keys(module: _Module) -> tuple[str, str]:
+    assert module.a is not None and module.b is not None  # of whole pairs only
+    return module.a, module.b
+
+
 def _read(source: Source, key: str) -> np.ndarray:
     return np.array(source.read(key), np.float32)
 
@@ -228,15 +236,18 @@ def _from_config(config: Mapping[str, Any], where: str) -> tuple[_Settings, list
     if config.get("bias", "none") != "none":
         problems.append(f"{where}: bias={config['bias']!r} is not supported: only 'none' is")
     alpha, rank = config.get("lora_alpha"), config.get("r")
-    alphas, ranks = config.get("alpha_pattern") or {}, config.get("rank_pattern") or {}
+    patterns = {name: config.get(name) or {} for name in ("alpha_pattern", "rank_pattern")}
+    odd = {name: value for name, value in patterns.items() if not isinstance(value, Mapping)}
+    problems += [f"{where}: {name}={value!r} is not an object" for name, value in odd.items()]
+    alphas, ranks = ({} if name in odd else value for name, value in patterns.items())
     for name in (*alphas, *ranks):
         try:
             re.compile(name)
         except re.error as error:
             problems.append(f"{where}: pattern {name!r} is no regular expression ({error})")
     for name, value in (("lora_alpha", alpha), ("r", rank), *alphas.items(), *ranks.items()):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
-            problems.append(f"{where}: {name}={value!r} is not a number")
+        if value is not None and not _is_number(value):
+            problems.append(f"{where}: {name}={str(value)[:40]!r} is not a finite number")
     if problems:
         return _Settings(), problems
     return _Settings(
@@ -246,6 +257,13 @@ def _from_config(config: Mapping[str, Any], where: str) -> tuple[_Settings, list
         ranks=ranks,
         rooted=bool(config.get("use_rslora")),
     ), []
+
+
+def _is_number(value: Any) -> bool:
+    try:
+        return not isinstance(value, bool) and isinstance(value, int | float) and math.isfinite(float(value))
+    except OverflowError:
+        return False
 
 
 def _modules(source: Source, ignore: Sequence[str], problems: list[str]) -> dict[str, _Module]:

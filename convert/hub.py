@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardzoo.convert.folder import EXTRAS, choose_weights, is_index, is_weights, read_config
+from shardzoo.convert.folder import EXTRAS, choose_weights, is_index, is_weights
+from shardzoo.convert.model_index import MODEL_INDEX, read_model_index
 from shardzoo.errors import InputError
 
 _ADDRESS = re.compile(
@@ -81,25 +82,30 @@ def fetch(text: str, *, variant: str | None = None) -> Fetched:
     return _fetch(_library(address), address, variant)
 
 
-def fetch_pipeline(text: str, index: str, *, variant: str | None = None) -> Fetched | None:
-    """Downloads the components that a file called `index` names, or nothing where there is none: None.
+def fetch_pipeline(text: str, *, variant: str | None = None) -> Fetched | None:
+    """Downloads the components that a `model_index.json` names, or nothing where there is none: None.
 
     Raises:
-        InputError: as `fetch`.
+        InputError: as `fetch` and `read_model_index`.
     """
     address = parse_address(text)
     hub = _library(address)
     listed = _list(hub, address)
     if isinstance(listed, Fetched):
-        return listed if (listed.folder / index).is_file() else None
-    if index not in _names_in(listed.prefix, listed.paths):
+        return listed if (listed.folder / MODEL_INDEX).is_file() else None
+    if MODEL_INDEX not in _names_in(listed.prefix, listed.paths):
         return None
-    folder = listed.download([index])
-    named = [key for key, value in read_config(folder / index)[1].items() if isinstance(value, list) and any(value)]
-    wanted = [index]
+
+    def inside_of(name: str) -> list[str]:
+        return _names_in(f"{listed.prefix}{name}/", listed.paths)
+
+    def has_weights(name: str) -> bool:
+        return any(is_weights(one) or is_index(one) for one in inside_of(name))
+
+    named = read_model_index(listed.download([MODEL_INDEX]) / MODEL_INDEX, has_weights).classes
+    wanted = [MODEL_INDEX]
     for name in named:
-        inside = _names_in(f"{listed.prefix}{name}/", listed.paths)
-        weights = any(is_weights(one) or is_index(one) for one in inside)
+        inside, weights = inside_of(name), has_weights(name)
         small = [one for one in inside if not weights or _is_small(one)]
         chosen = _choose(address, listed, small, inside, variant, name) if weights else []
         wanted += [f"{name}/{one}" for one in (*small, *chosen)]

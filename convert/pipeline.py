@@ -32,6 +32,8 @@ from shardzoo.convert.replacing import locked, replacing
 from shardzoo.convert.source import open_source
 from shardzoo.errors import InputError, fail_if
 from shardzoo.progress import Progress
+from shardzoo.strict_json import parse_object
+from shardzoo.zoo.pipelines import family_problems
 
 STATE = "export.state"  # what the parts of an unfinished export are of
 
@@ -84,6 +86,7 @@ def plan_components(
             problems.append(f"{name}: {error}")
             continue
         planned[name] = Planned(plan, hashlib.sha256(repr((plan.digest(), files)).encode()).hexdigest())
+    problems += family_problems(source.kind, {name: one.plan.family for name, one in planned.items()})
     fail_if(problems, f"{source.root}: components cannot be converted")
     return planned
 
@@ -172,7 +175,7 @@ def _report(
         components=dict(reports),
         files=source.files,
         seconds=time.perf_counter() - began,
-        notes=(*notes, *remarks),
+        notes=(*source.notes, *notes, *remarks),
     )
 
 
@@ -235,10 +238,10 @@ def _begin(place: Path, planned: Mapping[str, Planned], *, resume: bool) -> list
     """Notes what is to be converted; the components that an interrupted run of the same has finished.
 
     Raises:
-        InputError: a component is there that another run left, or other options.
+        InputError: a component is there that another run left, or other options; what that run noted is damaged.
     """
     partial = place / PARTIAL
-    noted = json.loads(partial.read_bytes()) if partial.is_file() else {}
+    noted = _noted(partial, resume=resume)
     there = [name for name in planned if (place / name / CHECKPOINT_METADATA).exists()]
     if not resume:
         for name in there:
@@ -251,6 +254,16 @@ def _begin(place: Path, planned: Mapping[str, Planned], *, resume: bool) -> list
     )
     _write_json(partial, noted | {name: one.identity for name, one in planned.items()})
     return there
+
+
+def _noted(partial: Path, *, resume: bool) -> dict[str, Any]:
+    """What earlier runs have noted; nothing where it cannot be read and is not wanted."""
+    try:
+        return parse_object(partial.read_bytes(), str(partial)) if partial.is_file() else {}
+    except InputError as error:
+        if not resume:
+            return {}
+        raise InputError(f"{error}: pass --no-resume to start clean, or choose another destination") from None
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -6,15 +6,15 @@ To add a pipeline of diffusers: name its classes in `KINDS`, and its families' r
 import dataclasses
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from shardzoo.convert.folder import is_index, is_weights, read_config
 from shardzoo.convert.hub import fetch_pipeline, is_hub_address
+from shardzoo.convert.model_index import MODEL_INDEX, ModelIndex, read_model_index
 from shardzoo.errors import InputError, fail_if
 
-MODEL_INDEX = "model_index.json"
 KINDS = {  # class in model_index.json -> kind
     "FluxPipeline": "flux",
     "Flux2Pipeline": "flux2",
@@ -51,6 +51,7 @@ class PipelineSource:
         files: small files to carry along, below the root.
         settings: what its own config files say.
         reading: how to read a component that is a part of another one's source, as `convert` takes it.
+        notes: remarks for the user.
     """
 
     root: Path
@@ -60,6 +61,7 @@ class PipelineSource:
     files: tuple[str, ...]
     settings: Mapping[str, Any]
     reading: Mapping[str, Mapping[str, str]] = dataclasses.field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     def path(self, name: str) -> Path:
         """What to give to `convert` for a component."""
@@ -95,7 +97,7 @@ def find_pipeline(src: str | Path, *, variant: str | None = None) -> PipelineSou
         InputError: a pipeline that this zoo does not run, or one whose folder is not whole.
     """
     if is_hub_address(str(src)):
-        fetched = fetch_pipeline(str(src), MODEL_INDEX, variant=variant)
+        fetched = fetch_pipeline(str(src), variant=variant)
         if fetched is None:
             return None
         found = _diffusers(fetched.folder)
@@ -107,24 +109,21 @@ def find_pipeline(src: str | Path, *, variant: str | None = None) -> PipelineSou
 
 
 def _diffusers(root: Path) -> PipelineSource:
-    _, index = read_config(root / MODEL_INDEX)
-    name = index.get("_class_name")
-    if name not in KINDS:
+    index = read_model_index(root / MODEL_INDEX, lambda name: _has_weights(root / name))
+    name, listed = index.pipeline, index.classes
+    if not isinstance(name, str) or name not in KINDS:
         raise InputError(
-            f"{root}: {MODEL_INDEX} is of {name!r}, and the pipelines converted whole are {', '.join(KINDS)}:"
+            f"{root}: {MODEL_INDEX} is of {name!r:.100}, and the pipelines converted whole are {', '.join(KINDS)}:"
             " give one of its component folders"
         )
-    listed = [key for key, value in index.items() if isinstance(value, list) and any(value)]
+    components = {key: key for key in listed if _has_weights(root / key)}
     gone = [f"{key}: {MODEL_INDEX} names it, and there is no such folder: fetch it" for key in listed
             if not (root / key).is_dir()]  # fmt: skip
-    components = {key: key for key in listed if (root / key).is_dir() and _has_weights(root / key)}
     gone += [f"{key}: there are no weights in its folder: fetch them" for key in listed
-             if (root / key).is_dir() and key not in components
-             and not _NO_WEIGHTS.search(str(index[key][-1]))]  # fmt: skip
+             if (root / key).is_dir() and key not in components and not _NO_WEIGHTS.search(listed[key])]  # fmt: skip
     fail_if(gone, f"{root}: components are missing")
     small = [f"{key}/{name}" for key in listed if key not in components for name in _small(root / key)]
-    plain = {key: value for key, value in index.items() if not isinstance(value, list) and not key.startswith("_")}
-    settings = {"_class_name": name, **plain, "scheduler": _scheduler(root)}
+    settings = {"_class_name": name, **index.options, "scheduler": _scheduler(root)}
     parts = {key: part for key, part in PARTS.get(name, {}).items() if part[0] in components}
     return PipelineSource(
         root=root,
@@ -134,7 +133,16 @@ def _diffusers(root: Path) -> PipelineSource:
         reading={key: {"family": family, "component": part} for key, (_, family, part) in parts.items()},
         files=(MODEL_INDEX, *small),
         settings=settings,
+        notes=tuple(_unread(root, index)),
     )
+
+
+def _unread(root: Path, index: ModelIndex) -> Iterator[str]:
+    """Folders of weights that are no component."""
+    for folder in sorted(root.iterdir()):
+        if folder.name not in index.classes and not folder.name.startswith(".") and _has_weights(folder):
+            why = "leaves it out by [null, null]" if folder.name in index.left_out else "does not name it"
+            yield f"{folder.name}: holds weights and was not converted: {MODEL_INDEX} {why}"
 
 
 def _scheduler(root: Path) -> dict[str, Any]:
@@ -145,7 +153,7 @@ def _scheduler(root: Path) -> dict[str, Any]:
 
 
 def _has_weights(folder: Path) -> bool:
-    return any(is_weights(path.name) or is_index(path.name) for path in folder.iterdir())
+    return folder.is_dir() and any(is_weights(path.name) or is_index(path.name) for path in folder.iterdir())
 
 
 def _small(folder: Path) -> list[str]:

@@ -126,6 +126,12 @@ def _beside(weight: Weight, name: str, lora: Lora) -> Adapted:
     return Adapted(base=old.base, lora={**old.lora, name: lora})
 
 
+def _strength_problems(name: str, strength: float) -> Iterator[str]:
+    with np.errstate(over="ignore"):
+        if not np.isfinite(np.float32(strength)):
+            yield f"{name}: strength={strength:g} is no finite number in float32: change it"
+
+
 def _problems(layers: Mapping[str, Linear], adapters: Sequence[Adapter]) -> Iterator[str]:
     there = {name for layer in layers.values() if isinstance(layer.weight, Adapted) for name in layer.weight.lora}
     for adapter in adapters:
@@ -134,6 +140,7 @@ def _problems(layers: Mapping[str, Linear], adapters: Sequence[Adapter]) -> Iter
         if adapter.name in there:
             yield f"{adapter.name!r}: there is an adapter of this name: choose another"
         there.add(adapter.name)
+        yield from _strength_problems(adapter.name, adapter.strength)
         for path, factors in adapter.factors.items():
             if path not in layers:
                 yield f"{adapter.name}: {path} is not the weight of a linear layer of this model"
@@ -195,10 +202,15 @@ def set_strengths(model: layout.Tree, strengths: Mapping[str, float]) -> layout.
     """The live model with some adapters at another strength; what was compiled for it stays good.
 
     Raises:
-        InputError: no adapter of such a name.
+        InputError: no adapter of such a name; strengths that are no numbers.
     """
     known = names(model)
-    fail_if([f"{n!r} is not one of {', '.join(known) or 'none'}" for n in strengths if n not in known], "adapters")
+    problems = [
+        f"{n!r}: there is no such adapter, but {', '.join(known) or 'none'}" for n in strengths if n not in known
+    ]
+    fail_if(
+        problems + [p for n, value in strengths.items() for p in _strength_problems(n, value)], "adapters.set_strengths"
+    )
 
     def one(weight: Adapted) -> Adapted:
         lora = {n: _at_strength(part, strengths[n]) if n in strengths else part for n, part in weight.lora.items()}

@@ -18,7 +18,7 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 
-from shardzoo.errors import InputError
+from shardzoo.errors import InputError, fail_if
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,6 +36,18 @@ class TraceSizes:
     frames: int = 81
     height: int = 480
     width: int = 832
+
+    def cells(self, pixels: int) -> tuple[int, int]:
+        """Rows and columns of cells of so many pixels a side; what is left over is cut off.
+
+        Raises:
+            InputError: not even one.
+        """
+        fail_if(
+            [f"{n}={getattr(self, n)} is below {pixels}" for n in ("height", "width") if getattr(self, n) < pixels],
+            "sizes to trace: give more pixels",
+        )
+        return self.height // pixels, self.width // pixels
 
 
 @dataclasses.dataclass(frozen=True)

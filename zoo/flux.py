@@ -203,7 +203,7 @@ TEXT_TOKENS = {True: 512, False: 256}  # of dev and of schnell
 
 def trace(declared: Flux, mesh: Mesh | AbstractMesh, sizes: TraceSizes) -> tuple[Callable, tuple]:
     """The prediction for an image, as `Family.trace` says."""
-    c, rows, columns = declared.config, sizes.height // SPACE_FACTOR, sizes.width // SPACE_FACTOR
+    c, (rows, columns) = declared.config, sizes.cells(SPACE_FACTOR)
     dtype, batch = declared.double.image.up.weight.dtype, sizes.batch
     run = forward(declared, mesh)
 

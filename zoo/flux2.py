@@ -185,7 +185,7 @@ TEXT_TOKENS = 512
 
 def trace(declared: Flux2, mesh: Mesh | AbstractMesh, sizes: TraceSizes) -> tuple[Callable, tuple]:
     """The prediction for an image, as `Family.trace` says."""
-    c, rows, columns = declared.config, sizes.height // SPACE_FACTOR, sizes.width // SPACE_FACTOR
+    c, (rows, columns) = declared.config, sizes.cells(SPACE_FACTOR)
     dtype, batch = declared.double.image.up.weight.dtype, sizes.batch
     run = forward(declared, mesh)
 

@@ -79,6 +79,7 @@ def read_settings(settings: Mapping[str, Any]) -> Settings:
     wrong += [f"{n}={v!r} is not, a finite number is" for n, v in numbers.items() if not _finite(v)]
     wrong += [] if last is None or (_finite(last) and 0 <= last < 1) else [f"shift_terminal={last!r} is not"]
     wrong += [] if not _finite(numbers["shift"]) or numbers["shift"] > 0 else ["shift of 0 or less is not"]
+    wrong += [] if wrong or not config.get("use_dynamic_shifting") else _line_problems(**{n: numbers[n] for n in _NUMBERS})
     fail_if(wrong, f"scheduler: not all of what this {name} is set to is implemented")
     few, many, low, high = (numbers[n] for n in _NUMBERS)
     return Settings(
@@ -89,8 +90,21 @@ def read_settings(settings: Mapping[str, Any]) -> Settings:
     )
 
 
+def _line_problems(
+    base_image_seq_len: float, max_image_seq_len: float, base_shift: float, max_shift: float
+) -> Iterator[str]:
+    """What is wrong with the line that shifts depend on: ends that are no two numbers of tokens, or beyond reach."""
+    ends = f"base_image_seq_len={base_image_seq_len!r} and max_image_seq_len={max_image_seq_len!r}"
+    if not (base_image_seq_len == int(base_image_seq_len) and max_image_seq_len == int(max_image_seq_len)):
+        yield f"{ends} are not, whole numbers are"
+    elif base_image_seq_len == max_image_seq_len:
+        yield f"{ends} are not, two different numbers of tokens are"
+    if max(abs(base_shift), abs(max_shift)) > MOST_SHIFT:
+        yield f"base_shift={base_shift!r} and max_shift={max_shift!r} are not, exponents up to {MOST_SHIFT} are"
+
+
 def _finite(value: Any) -> bool:
-    return isinstance(value, int | float) and bool(np.isfinite(value))
+    return sampling.is_finite(value)
 
 
 class Text(NamedTuple):

@@ -313,7 +313,7 @@ def decode(
 def trace(declared: Autoencoder, mesh: Mesh | AbstractMesh, sizes: TraceSizes) -> tuple[Callable, tuple]:
     """Decoding, as `Family.trace` says."""
     c = declared.config
-    rows, columns = (size // (c.space_factor * c.patch) * c.patch for size in (sizes.height, sizes.width))
+    rows, columns = (count * c.patch for count in sizes.cells(c.space_factor * c.patch))
     shape = (sizes.batch, c.latent_channels, rows, columns)
     return decode(declared, mesh), (jax.ShapeDtypeStruct(shape, declared.decoder.conv_in.weight.dtype),)
 

@@ -1,7 +1,7 @@
 """Pipelines by kind: what they are made of, what a user asks of them, and the functions that each kind offers.
 
-To add a kind: write a module with the functions of `Kind`, name it in `MODULES` here, and name the classes of diffusers
-that it runs in `convert/pipeline_source.py`. The command line asks for nothing else.
+To add a kind: write a module with the functions of `Kind`, name it in `MODULES` and the families of its components in
+`FAMILIES` here, and name the classes of diffusers that it runs in `convert/pipeline_source.py`. The command line asks for nothing else.
 """
 
 import dataclasses
@@ -21,6 +21,23 @@ MODULES = {
     "flux2": "flux2_pipeline",
     "qwen-image": "qwen_image_pipeline",
     "wan": "wan_pipeline",
+}
+FAMILIES: Mapping[str, Mapping[str, str]] = {  # kind -> component -> the family that it must be of
+    "flux": {"text_encoder": "clip-text", "text_encoder_2": "t5", "transformer": "flux", "vae": "image-vae"},
+    "flux2": {"text_encoder": "decoder", "transformer": "flux2", "vae": "image-vae"},
+    "qwen-image": {
+        "text_encoder": "decoder",
+        "image_encoder": "qwen2.5-vl-vision",
+        "transformer": "qwen-image",
+        "vae": "wan-vae",
+    },
+    "wan": {
+        "text_encoder": "t5",
+        "image_encoder": "clip-vision",
+        "transformer": "wan",
+        "transformer_2": "wan",
+        "vae": "wan-vae",
+    },
 }
 
 
@@ -152,6 +169,15 @@ class Kind(Protocol):
     ) -> Iterator[UInt8[np.ndarray, "frames height width channels"]]:
         """Frames or images, a few at a time."""
         ...
+
+
+def family_problems(kind: str, families: Mapping[str, str]) -> list[str]:
+    """Components that are not of the family that a pipeline of this kind needs; `families` is component -> family."""
+    return [
+        f"{name}: is of family {families[name]}, and a {kind} pipeline needs {wanted}: use the {name} of such a pipeline"
+        for name, wanted in FAMILIES.get(kind, {}).items()
+        if families.get(name, wanted) != wanted
+    ]
 
 
 def find_kind(name: str) -> Kind:

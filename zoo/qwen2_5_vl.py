@@ -331,7 +331,7 @@ def trace(declared: Vision, mesh: Mesh | AbstractMesh, sizes: TraceSizes) -> tup
     """The features of one image, as `Family.trace` says."""
     c = declared.config
     side = c.patch * c.merge
-    grid = (1, sizes.height // side * c.merge, sizes.width // side * c.merge)
+    grid = (1, *(count * c.merge for count in sizes.cells(side)))
     run = forward(declared, mesh)
     pixels = jax.ShapeDtypeStruct((grid[1] * grid[2], c.pixels), jnp.float32)
     return lambda model, pixels: run(model, pixels, grids=(grid,)), (pixels,)

@@ -253,7 +253,7 @@ TEXT_TOKENS = 1024  # the longest prompt
 
 def trace(declared: QwenImage, mesh: Mesh | AbstractMesh, sizes: TraceSizes) -> tuple[Callable, tuple]:
     """The prediction for an image, with a reference image of its size for models of that kind; see `Family.trace`."""
-    c, grid = declared.config, (1, sizes.height // SPACE_FACTOR, sizes.width // SPACE_FACTOR)
+    c, grid = declared.config, (1, *sizes.cells(SPACE_FACTOR))
     grids = (grid,) * (2 if c.zero_cond or c.layered else 1)
     dtype, batch = declared.double.image.up.weight.dtype, sizes.batch
     run = forward(declared, mesh)

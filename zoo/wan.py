@@ -415,7 +415,8 @@ def trace(declared: Wan, mesh: Mesh | AbstractMesh, sizes: TraceSizes) -> tuple[
     """One call for whole videos, as `Family.trace` says; latents are of the autoencoder that the channels tell."""
     c = declared.config
     time, space = 4, 16 if c.out_channels == 48 else 8
-    grid = (1 + (sizes.frames - 1) // time, sizes.height // space, sizes.width // space)
+    side = max(c.patch[1:])
+    grid = (1 + (sizes.frames - 1) // time, *(count * side for count in sizes.cells(space * side)))
     shapes = {
         "latents": (sizes.batch, c.in_channels, *grid),
         "timesteps": (sizes.batch,),

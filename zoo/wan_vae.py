@@ -390,7 +390,7 @@ def trace(declared: Autoencoder, mesh: Mesh | AbstractMesh, sizes: TraceSizes) -
     """Decoding, as `Family.trace` says."""
     c = declared.config
     frames = 1 + (sizes.frames - 1) // c.time_factor
-    shape = (sizes.batch, c.latent_channels, frames, sizes.height // c.space_factor, sizes.width // c.space_factor)
+    shape = (sizes.batch, c.latent_channels, frames, *sizes.cells(c.space_factor))
     return decode(declared, mesh), (jax.ShapeDtypeStruct(shape, declared.quant.weight.dtype),)
 
 

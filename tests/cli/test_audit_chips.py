@@ -21,9 +21,15 @@ def test_names_of_slices(name, count):
     assert where.chips == count and where.chip is chips.CHIPS[name.split("-")[0]]
 
 
-@pytest.mark.parametrize("name", ["v5e", "v9-8", "v5e-0", "8", "v5e-8x"])
+@pytest.mark.parametrize("name", ["v5e", "v9-8", "v5e-0", "8", "v5e-8x", "v5e-\u0668", "v5e-" + 5000 * "9"])
 def test_names_that_are_none(name):
     with pytest.raises(InputError, match="version and a count"):
+        chips.parse(name)
+
+
+@pytest.mark.parametrize("name, most", [("v6e-257", 256), ("v5p-12290", 6144), ("v4-999998", 4096)])
+def test_more_chips_than_slices_have(name, most):
+    with pytest.raises(InputError, match=f"at most {most} chips"):
         chips.parse(name)
 
 
@@ -76,6 +82,18 @@ def test_no_mesh_that_the_dims_allow():
 def test_attention_without_a_kernel_cannot_be_counted():
     ended = invoke("audit", "decoder/smollm2-135m", "--chips", "v5e-1", "--dtype", "float16")
     assert ended.status == 1 and "unknown length" in ended.err and "bfloat16" in ended.err
+
+
+@pytest.mark.parametrize(
+    "preset", ["flux/flux1-dev", "flux2/flux2-klein-4b", "qwen-image/qwen-image", "wan/wan2.1-t2v-1.3b"]
+)
+def test_images_smaller_than_a_token(preset):
+    ended = invoke("audit", preset, "--chips", "v5e-1", "--height", 15)
+    assert ended.status == 1 and "height=15 is below 16" in ended.err
+
+
+def test_sizes_beyond_all_reason_are_wrong_usage():
+    assert invoke("audit", "flux/flux1-dev", "--chips", "v5e-4", "--height", 10**9).status == 2
 
 
 def test_given_meshes_have_to_be_of_the_chips():

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import shutil
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -190,6 +191,16 @@ def test_the_tokenizer_of_another_encoder_does_not_stand_in_for_one_that_is_miss
     files = {name: entry for name, entry in pipeline.files.items() if not name.startswith("tokenizer/")}
     with pytest.raises(InputError, match=r"no tokenizer .* in a folder 'tokenizer' among its files"):
         read_tokenizer(dataclasses.replace(pipeline, files=files), "tokenizer")
+
+
+def test_outputs_that_could_not_be_put_in_place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match="has no name of its own"):
+        media.check_output(Path("."), overwrite=True, video=False, count=1)
+    (tmp_path / "there").mkdir()
+    (tmp_path / "link").symlink_to("there")
+    with pytest.raises(InputError, match="exists already: remove it"):
+        media.check_output(Path("link"), overwrite=True, video=False, count=1)
 
 
 def test_one_picture_is_written_whole_or_not_at_all(tmp_path):

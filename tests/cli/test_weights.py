@@ -90,6 +90,8 @@ def test_verify_audit_and_export_of_quantized_weights(folder, tmp_path):
         report = json.loads(invoke("audit", *words, "--mesh", "tensor=4", "--json").out)
         sizes[len(words)] = report["meshes"][0]["parameter_bytes_per_device"]
     assert 0.24 < sizes[3] / sizes[1] < 0.27  # 8 bits for 32
+    ended = invoke("audit", folder / "int8", "--mesh", "one", "--quantize", "fp8")
+    assert ended.status == 1 and "its weights are int8 already: leave quantize out" in ended.err
     ended = invoke("export", folder / "int8", tmp_path / "out")
     assert ended.status == 1 and "quantized to int8" in ended.err and "--dequantize" in ended.err
     assert invoke("export", folder / "int8", tmp_path / "out", "--dequantize").status == 0

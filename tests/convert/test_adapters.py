@@ -90,13 +90,26 @@ def test_other_kinds_by_name(tmp_path, key, kind):
         (dict(peft_type="LOHA"), "peft_type='LOHA' is not LORA"),
         (dict(bias="all"), "bias='all' is not supported"),
         (dict(r=5, rank_pattern={}), "is of rank 3, and its config says 5"),
-        (dict(lora_alpha="x"), "lora_alpha='x' is not a number"),
+        (dict(lora_alpha="x"), "lora_alpha='x' is not a finite number"),
+        (dict(lora_alpha=10**400), "lora_alpha='1000000000000000000000000000000000000000' is not a finite number"),
         (dict(alpha_pattern={"(": 2}), "pattern '(' is no regular expression"),
+        (dict(alpha_pattern=["x"]), "alpha_pattern=['x'] is not an object"),
+        (dict(rank_pattern="x"), "rank_pattern='x' is not an object"),
     ],
 )
 def test_configs_that_say_something_else(tmp_path, changes, part):
     folder = write_peft(tmp_path / "style", pairs(), **changes)
     assert part in refusal(folder)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("part", ["lora_A", "lora_B"])
+def test_values_that_are_not_finite(tmp_path, part, value):
+    path = write_file(tmp_path / "x.safetensors", pairs(), "diffusers")
+    tensors, key = load_file(path), f"transformer.transformer_blocks.0.attn.to_q.{part}.weight"
+    tensors[key][1, 2] = value
+    save_file(tensors, path)
+    assert f"{key}: NaN or infinite" in refusal(path)
 
 
 def test_alphas_by_pattern(tmp_path):

@@ -1,5 +1,6 @@
 """Adapters on meshes: the same numbers as on one device, the same collectives as without, gradients, refusals."""
 
+import dataclasses
 import functools
 
 import equinox as eqx
@@ -154,8 +155,12 @@ def test_everything_wrong_is_said_at_once():
     for part in ("'one': there is an adapter of this name", "'a b': an adapter's name is", "single.norm.weight is not",
                  f"{path}: b has shape (2, 3, 4, 12, 2), expected (2, 3, 8, 12, 2)"):  # fmt: skip
         assert part in str(caught.value)
-    with pytest.raises(InputError, match="'three' is not one of one"):
+    with pytest.raises(InputError, match="'three': there is no such adapter, but one"):
         adapters.set_strengths(adapters.declare(declared, [good]), {"three": 1.0})
+    with pytest.raises(InputError, match=r"one: strength=1e\+39 is no finite number"):
+        adapters.set_strengths(adapters.declare(declared, [good]), {"one": 1e39})
+    with pytest.raises(InputError, match="one: strength=nan is no finite number"):
+        adapters.declare(declared, [dataclasses.replace(good, strength=float("nan"))])
     quantized = quantize.declare(declared, "int8")
     adapted = adapters.declare(quantized, [good])
     with pytest.raises(InputError, match=r"stay apart from quantized weights.*\n  single.modulation.weight: is quant"):
