@@ -24,7 +24,7 @@ from shardzoo.zoo.attention import attention
 from shardzoo.zoo.decoder_model import Block, Config, Decoder, by_window
 from shardzoo.zoo.families import Family, TraceSizes, register
 from shardzoo.zoo.in_place import block_at
-from shardzoo.zoo.layers import Residual, own_share
+from shardzoo.zoo.layers import Residual, check_residual, own_share
 from shardzoo.zoo.mesh import CONTEXT, DATA, TP
 from shardzoo.zoo.rope import Rope, rotary
 
@@ -104,8 +104,7 @@ def forward(
         InputError: the mesh does not fit the declaration; an unknown residual; hidden states that do not exist.
     """
     layout.audit(declared, mesh)
-    if residual not in ("whole", "seq"):
-        raise InputError(f"decoder.forward: residual={residual!r} is unknown: use 'whole' or 'seq'")
+    check_residual("decoder.forward", residual)
     states = tuple(range(declared.config.layers + 1)) if hidden_states is True else hidden_states or None
     _check_states("decoder.forward", declared.config, states, logits)
     run = Run(

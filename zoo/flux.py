@@ -17,13 +17,13 @@ from jax import P, lax
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Float, Num, jaxtyped
 
-from shardzoo.errors import InputError, fail_if
+from shardzoo.errors import fail_if
 from shardzoo.zoo import layout
 from shardzoo.zoo.families import Family, TraceSizes, register
-from shardzoo.zoo.flux_blocks import Rows, Run, run_blocks, streams_dtype
+from shardzoo.zoo.flux_blocks import Rows, Run, rows_of, run_blocks, streams_dtype
 from shardzoo.zoo.flux_model import Config, Flux
 from shardzoo.zoo.joint_streams import Shares, Turns, positions_rotary
-from shardzoo.zoo.layers import Residual, SplitInputLinear, pad
+from shardzoo.zoo.layers import Residual, SplitInputLinear, check_residual, pad
 from shardzoo.zoo.mesh import DATA, TP
 
 Host = Array | np.ndarray
@@ -91,8 +91,7 @@ def forward(
         InputError: the mesh does not fit the declaration; an unknown residual.
     """
     layout.audit(declared, mesh)
-    if residual not in ("whole", "seq"):
-        raise InputError(f"flux.forward: residual={residual!r} is unknown: use 'whole' or 'seq'")
+    check_residual("flux.forward", residual)
     run = Run(residual=residual, remat=remat, dtype=None if dtype is None else jnp.dtype(dtype))
 
     @jaxtyped(typechecker=beartype)
@@ -186,15 +185,11 @@ def modulations(
     sums = lax.psum(sums, TP)
     biases = [layer.bias for layer in (*live[0], *live[1])], [layer.bias for layer in (*split[0], *split[1])]
     rows = [
-        _rows(total + bias.astype(total.dtype)[:, None, None])
+        rows_of(total + bias.astype(total.dtype)[:, None, None])
         for total, bias in zip(sums[:-1], layout.gather_at_rest(*biases), strict=True)
     ]
     head = sums[-1] + model.head.modulation.bias.astype(condition.dtype)
     return ((rows[0], rows[1]), rows[2]), tuple(head[:, :, row] for row in range(head.shape[2]))
-
-
-def _rows(x: Float[Array, "layer batch one row embed"]) -> Rows:
-    return tuple(x[:, :, :, row] for row in range(x.shape[3]))
 
 
 PRESETS = {"flux1-dev": Config(), "flux1-schnell": Config(guidance=False)}

@@ -17,13 +17,13 @@ from jax import P
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Float, Num, jaxtyped
 
-from shardzoo.errors import InputError, fail_if
+from shardzoo.errors import fail_if
 from shardzoo.zoo import layout
 from shardzoo.zoo.families import Family, TraceSizes, register
 from shardzoo.zoo.flux2_model import Config, Flux2
 from shardzoo.zoo.flux_blocks import Run, run_blocks, streams_dtype
 from shardzoo.zoo.joint_streams import Shares, Turns, positions_rotary
-from shardzoo.zoo.layers import Residual, pad
+from shardzoo.zoo.layers import Residual, check_residual, pad
 from shardzoo.zoo.mesh import DATA
 
 Host = Array | np.ndarray
@@ -105,8 +105,7 @@ def forward(
         InputError: the mesh does not fit the declaration; an unknown residual.
     """
     layout.audit(declared, mesh)
-    if residual not in ("whole", "seq"):
-        raise InputError(f"flux2.forward: residual={residual!r} is unknown: use 'whole' or 'seq'")
+    check_residual("flux2.forward", residual)
     run = Run(residual=residual, remat=remat, dtype=None if dtype is None else jnp.dtype(dtype))
     text_places = text_ids
 

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Num
 
 from shardzoo.errors import fail_if
 from shardzoo.zoo import layout
-from shardzoo.zoo.flux_blocks import Double, Head, Rows, Single, Vector, features, modulation
+from shardzoo.zoo.flux_blocks import Double, Head, Rows, Single, Vector, features, modulation, rows_of
 from shardzoo.zoo.layers import ColumnLinear, SplitInputLinear, row_sum
 from shardzoo.zoo.layout import Param
 from shardzoo.zoo.mesh import TP
@@ -111,12 +111,8 @@ class Modulation(eqx.Module):
     ) -> tuple[tuple[tuple[Rows, Rows], Rows], Rows]:
         """Rows of the blocks of two streams (text, image), of those of one, and of the head: one all-reduce in all."""
         layers = (self.text, self.image, self.single, head)
-        text, image, single, last = map(_rows, lax.psum([layer.partial(condition) for layer in layers], TP))
+        text, image, single, last = map(rows_of, lax.psum([layer.partial(condition) for layer in layers], TP))
         return ((text, image), single), last
-
-
-def _rows(x: Float[Array, "batch one row embed"]) -> Rows:
-    return tuple(x[:, :, row] for row in range(x.shape[2]))
 
 
 class Flux2(eqx.Module):

@@ -25,7 +25,6 @@ from shardzoo.zoo.image_pipeline import PATCH, Host, Request, Text, one_scale, p
 from shardzoo.zoo.pipelines import Components, Manner, Picture, Tokenizer, Wanted
 
 TEXT, TRANSFORMER, VAE = COMPONENTS = ("text_encoder", "transformer", "vae")
-TEXT_TOKENS = 512
 LAYERS = {"Flux2Pipeline": (10, 20, 30), "Flux2KleinPipeline": (9, 18, 27)}  # whose states make the text
 SYSTEM_MESSAGE = (  # that dev was trained with, its line break included
     "You are an AI that reasons about image descriptions. You give structured responses focusing on object"
@@ -106,7 +105,7 @@ def request(
 
     def text(prompts: tuple[str, ...]) -> dict[str, Text]:
         rows = [chat_ids(reader, prompt, told) for prompt in prompts]
-        return {TEXT: padded(rows, *reader.padding(), length=TEXT_TOKENS)}
+        return {TEXT: padded(rows, *reader.padding(), length=flux2.TEXT_TOKENS)}
 
     scale = one_scale(wanted, 4.0)
     image_pipeline.refuse_idle_negative(wanted, scale)
@@ -127,10 +126,10 @@ def chat_ids(tokenizer: Tokenizer, prompt: str, told: bool) -> list[int]:
         chat = [("system", SYSTEM_MESSAGE), ("user", prompt.replace("[IMG]", ""))]
         messages = [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in chat]
         text = tokenizer.render(messages, add_generation_prompt=False)
-        return tokenizer.encode(text, limit=TEXT_TOKENS, special=False)
+        return tokenizer.encode(text, limit=flux2.TEXT_TOKENS, special=False)
     message = {"role": "user", "content": prompt}
     text = tokenizer.render([message], add_generation_prompt=True, enable_thinking=False)
-    return tokenizer.encode(text, limit=TEXT_TOKENS)
+    return tokenizer.encode(text, limit=flux2.TEXT_TOKENS)
 
 
 def _picture_problems(picture: Picture) -> Iterator[str]:
@@ -254,8 +253,8 @@ def sample(
     check(parts.declared, settings, request)
     shape = latent_shape(parts.declared[VAE].config, request)
     start, grids = image_pipeline.starting_noise(shape, key, noise), image_pipeline.grids(shape, request)
-    condition = encode(parts, mesh, settings, request)
     sampler = settings.sampler(math.prod(grids[0]), request.steps)
+    condition = encode(parts, mesh, settings, request)
     run = velocity(parts.declared[TRANSFORMER], mesh, request, grids)
     return image_pipeline.steps_taken(parts, TRANSFORMER, sampler, run, condition, start, on_step)
 

@@ -35,6 +35,11 @@ TIMES = 1000  # timesteps and guidance are multiplied by this
 Rows = tuple[Array, ...]  # of a modulation: shift, scale, gate; twice in a block of two streams
 
 
+def rows_of(x: Float[Array, "*lead one row embed"]) -> Rows:
+    """The rows of a modulation as they come out of its layer."""
+    return tuple(x[..., row, :] for row in range(x.shape[-2]))
+
+
 @runtime_checkable
 class Sizes(Protocol):
     """What these layers ask of a model's config.

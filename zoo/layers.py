@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
+from shardzoo.errors import InputError
 from shardzoo.zoo.in_place import rows_at
 from shardzoo.zoo.mesh import TP, traced_platform
 from shardzoo.zoo.weights import Adapted, Leaf, Lora, Quantized, Weight
@@ -42,6 +43,16 @@ def pad(x: Array, axis: int, ways: int) -> Array:
     """x with zeros added until this dim divides."""
     extra = [(0, -size % ways if dim == axis else 0) for dim, size in enumerate(x.shape)]
     return jnp.pad(x, extra) if extra[axis][1] else x
+
+
+def check_residual(what: str, residual: str) -> None:
+    """Refuses a form of the residual stream that there is not; `what` is asked for it.
+
+    Raises:
+        InputError: as said.
+    """
+    if residual not in ("whole", "seq"):
+        raise InputError(f"{what}: residual={residual!r} is unknown: use 'whole' or 'seq'")
 
 
 def own_share(x: Shaped[Array, "batch all_seq ..."], axes: tuple[str, ...]) -> Shaped[Array, "batch seq ..."]:

@@ -22,7 +22,7 @@ from jax import P, lax
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Bool, Float, Int, jaxtyped
 
-from shardzoo.errors import InputError, fail_if
+from shardzoo.errors import fail_if
 from shardzoo.zoo import delta_net, layout
 from shardzoo.zoo.attention import attention
 from shardzoo.zoo.decoder import Host, pad, sequence_positions
@@ -36,6 +36,7 @@ from shardzoo.zoo.layers import (
     Residual,
     RMSNorm,
     RowLinear,
+    check_residual,
     gather_residual,
     own_share,
 )
@@ -128,7 +129,7 @@ def pair_axes(config: Config) -> np.ndarray:
 
 def rotary(config: Config, positions: Int[Array, "rows seq *axes"]) -> Rotary:
     """Cosine and sine of the angles, float32; positions are single numbers, or have one more dim of three axes."""
-    by_pair = positions[..., pair_axes(config) if positions.ndim == AXES else None]
+    by_pair = positions[..., pair_axes(config) if positions.ndim == 3 else None]
     angles = by_pair.astype(jnp.float32) * frequencies(config.rope, config.rotary_dim)
     return jnp.cos(angles), jnp.sin(angles)
 
@@ -332,8 +333,7 @@ def forward(
         InputError: the mesh does not fit the declaration; an unknown residual.
     """
     layout.audit(declared, mesh)
-    if residual not in ("whole", "seq"):
-        raise InputError(f"qwen3_5.forward: residual={residual!r} is unknown: use 'whole' or 'seq'")
+    check_residual("qwen3_5.forward", residual)
     run = Run(residual=residual, remat=remat, dtype=None if dtype is None else jnp.dtype(dtype))
     sequence = {name: P(DATA, CONTEXT) for name in ("tokens", "mask", "positions", "places")}
     split = {**sequence, "lengths": P(DATA), "features": P()}

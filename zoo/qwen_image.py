@@ -17,12 +17,12 @@ from jax import P, lax
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Bool, Float, Int, Num, jaxtyped
 
-from shardzoo.errors import InputError, fail_if
+from shardzoo.errors import fail_if
 from shardzoo.zoo import layout
 from shardzoo.zoo.families import Family, TraceSizes, register
-from shardzoo.zoo.flux_blocks import Rows, Run, streams_dtype
+from shardzoo.zoo.flux_blocks import Rows, Run, rows_of, streams_dtype
 from shardzoo.zoo.joint_streams import Shares, everywhere, positions_rotary
-from shardzoo.zoo.layers import Residual, pad
+from shardzoo.zoo.layers import Residual, check_residual, pad
 from shardzoo.zoo.mesh import CONTEXT, DATA, TP
 from shardzoo.zoo.qwen_image_model import KINDS, Config, QwenImage
 
@@ -105,8 +105,7 @@ def forward(
         InputError: the mesh does not fit the declaration; an unknown residual.
     """
     layout.audit(declared, mesh)
-    if residual not in ("whole", "seq"):
-        raise InputError(f"qwen_image.forward: residual={residual!r} is unknown: use 'whole' or 'seq'")
+    check_residual("qwen_image.forward", residual)
     run = Run(residual=residual, remat=remat, dtype=None if dtype is None else jnp.dtype(dtype))
 
     @jaxtyped(typechecker=beartype)
@@ -236,11 +235,7 @@ def modulations(
     biases = layout.gather_at_rest([layer.bias for layer in live], [layer.bias for layer in split])
     text, image = (x + bias.astype(x.dtype)[:, None, None] for x, bias in zip((text, image), biases, strict=True))
     head = head + model.head.modulation.bias.astype(head.dtype)
-    return _rows(text), _rows(image), _rows(head)
-
-
-def _rows(x: Float[Array, "*lead one row embed"]) -> Rows:
-    return tuple(x[..., row, :] for row in range(x.shape[-2]))
+    return rows_of(text), rows_of(image), rows_of(head)
 
 
 PRESETS = {

@@ -27,13 +27,22 @@ from jax import P, lax
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Bool, Float, Int, jaxtyped
 
-from shardzoo.errors import InputError, fail_if
+from shardzoo.errors import fail_if
 from shardzoo.zoo import layout
 from shardzoo.zoo.attention import attention
 from shardzoo.zoo.decoder import pad, sequence_positions
 from shardzoo.zoo.families import Family, TraceSizes, register
 from shardzoo.zoo.in_place import block_at
-from shardzoo.zoo.layers import ColumnLinear, Embedding, Leaf, Residual, RMSNorm, RowLinear, gather_residual
+from shardzoo.zoo.layers import (
+    ColumnLinear,
+    Embedding,
+    Leaf,
+    Residual,
+    RMSNorm,
+    RowLinear,
+    check_residual,
+    gather_residual,
+)
 from shardzoo.zoo.layout import Param
 from shardzoo.zoo.mesh import CONTEXT, DATA, TP
 
@@ -271,8 +280,7 @@ def forward(
             or both of lengths and mask.
     """
     layout.audit(declared, mesh)
-    if residual not in ("whole", "seq"):
-        raise InputError(f"t5.forward: residual={residual!r} is unknown: use 'whole' or 'seq'")
+    check_residual("t5.forward", residual)
     run = Run(
         residual=residual,
         remat=remat,
