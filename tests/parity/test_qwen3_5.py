@@ -52,8 +52,9 @@ def ours(named_values, config, mask, stored=np.float32, by="mask", **options):
 
 @pytest.mark.parametrize(
     "name, next",
-    [("published-pattern", False), ("thirds", True)]
-    + [pytest.param(name, False, marks=pytest.mark.slow) for name in ("every-other", "two-super-blocks", "thirds")],
+    [("published-pattern", False)]
+    + [pytest.param(name, False, marks=pytest.mark.slow) for name in ("every-other", "two-super-blocks", "thirds")]
+    + [pytest.param("thirds", True, marks=pytest.mark.slow)],
 )
 def test_float32(name, next):
     model, config = build(name, next=next)

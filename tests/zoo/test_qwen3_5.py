@@ -1,6 +1,7 @@
 """Qwen3.5 on meshes: the same numbers as on one device, the collectives it promises, what it refuses."""
 
 import dataclasses
+import functools
 import math
 import re
 
@@ -55,17 +56,17 @@ def run(config, degrees, at_rest=None, mask=None, **options):
     return jax.tree.map(np.asarray, (out, layout.named(grads)))
 
 
-@pytest.fixture(scope="module")
-def one_device():
-    return {name: run(config, Degrees()) for name, config in CONFIGS.items()}
+@functools.cache
+def one_device(name):
+    return run(CONFIGS[name], Degrees())
 
 
 MESHES = [
     ("thirds", dict(context=3), dict()),
     ("thirds", dict(tensor=2, context=2), dict(residual="seq", at_rest="context")),
-    ("published heads", dict(tensor=8, kv_heads=4), dict()),  # KV heads repeat over rep
 ]
 MORE = [
+    ("published heads", dict(tensor=8, kv_heads=4), dict()),  # KV heads repeat over rep
     ("thirds", dict(tensor=2), dict()),
     ("thirds", dict(data=2, context=2, tensor=2), dict(at_rest="data", remat=True)),
     ("thirds", dict(context=8), dict()),
@@ -83,11 +84,12 @@ MORE = [
 @pytest.mark.parametrize(
     "name, degrees, options", [*MESHES, *(pytest.param(*m, marks=pytest.mark.slow) for m in MORE)], ids=str
 )
-def test_mesh_parity(one_device, name, degrees, options):
+def test_mesh_parity(name, degrees, options):
     """Forward and gradient on a mesh, at 1e-5 of one device's."""
-    assert_close(run(CONFIGS[name], Degrees(**degrees), **options), one_device[name])
+    assert_close(run(CONFIGS[name], Degrees(**degrees), **options), one_device(name))
 
 
+@pytest.mark.slow
 def test_masks_over_a_mesh():
     assert_close(run(CONFIG, Degrees(context=2, tensor=2), mask=LEFT), run(CONFIG, Degrees(), mask=LEFT))
 
@@ -173,7 +175,7 @@ SUMS = {"all-reduce": 2}  # over the tensor axes, of any layer
 @pytest.mark.parametrize(
     "degrees, options, delta, attn, ends",
     [
-        (dict(tensor=2), {}, SUMS, SUMS, {"all-reduce": 1}),
+        pytest.param(dict(tensor=2), {}, SUMS, SUMS, {"all-reduce": 1}, marks=pytest.mark.slow),
         (
             dict(tensor=2),
             dict(residual="seq"),
@@ -181,9 +183,9 @@ SUMS = {"all-reduce": 2}  # over the tensor axes, of any layer
             {"all-gather": 2, "reduce-scatter": 2},
             {"all-gather": 1, "reduce-scatter": 1},
         ),
-        (dict(context=4), {}, DELTA, {"all-to-all": 3}, {}),
+        pytest.param(dict(context=4), {}, DELTA, {"all-to-all": 3}, {}, marks=pytest.mark.slow),
         (dict(context=2, tensor=2), {}, DELTA | SUMS, {"all-to-all": 3} | SUMS, {"all-reduce": 1}),
-        (dict(data=4), {}, {}, {}, {}),
+        pytest.param(dict(data=4), {}, {}, {}, {}, marks=pytest.mark.slow),
     ],
     ids=str,
 )  # fmt: skip

@@ -79,6 +79,7 @@ def test_every_mesh_gives_the_same_tokens(step_by_step, sampled, degrees, at_res
     np.testing.assert_array_equal(tokens, sampled)
 
 
+@pytest.mark.slow
 def test_a_row_does_not_depend_on_the_others_or_on_padding(step_by_step):
     declared, mesh, model = live(dict(context=2))
     wide = np.full((2, 33), 7)
