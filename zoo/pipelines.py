@@ -1,7 +1,8 @@
 """Pipelines by kind: what they are made of, what a user asks of them, and the functions that each kind offers.
 
 To add a kind: write a module with the functions of `Kind`, name it in `MODULES` and the families of its components in
-`FAMILIES` here, and name the classes of diffusers that it runs in `convert/pipeline_source.py`. The command line asks for nothing else.
+`FAMILIES` here, and name the classes of diffusers that it runs in `convert/pipeline_source.py`. The command line asks
+for nothing else.
 """
 
 import dataclasses
@@ -174,7 +175,7 @@ class Kind(Protocol):
 def family_problems(kind: str, families: Mapping[str, str]) -> list[str]:
     """Components that are not of the family that a pipeline of this kind needs; `families` is component -> family."""
     return [
-        f"{name}: is of family {families[name]}, and a {kind} pipeline needs {wanted}: use the {name} of such a pipeline"
+        f"{name}: is of family {families[name]}, and a {kind} pipeline needs {wanted}: use one of that"
         for name, wanted in FAMILIES.get(kind, {}).items()
         if families.get(name, wanted) != wanted
     ]
