@@ -1,6 +1,7 @@
 """JSON as its standard has it: UTF-8, no key twice in one object, no NaN or Infinity."""
 
 import json
+import math
 from collections import Counter
 from typing import Any
 
@@ -44,3 +45,13 @@ def parse_object(raw: bytes, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise InputError(f"{where}: holds a {type(value).__name__} where an object is expected")
     return value
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a finite number that a float holds, which true and false are not."""
+    if type(value) not in (int, float):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number beyond the largest float
+        return False

@@ -16,7 +16,7 @@ from shardzoo.zoo.layout import Param
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Match:
+class Match:
     """How well the keys of a source, without `prefix`, fit a family in one layout.
 
     Attributes:
@@ -102,7 +102,7 @@ def _by_config(source: Source, config: Mapping[str, Any]) -> FamilyRules:
     )
 
 
-def _matches(source: Source, rules: FamilyRules) -> Iterator[_Match]:
+def _matches(source: Source, rules: FamilyRules) -> Iterator[Match]:
     for prefix in recognise.common_prefixes(source.tensors):
         keys = [key.removeprefix(prefix) for key in source.tensors]
         for layout in rules.layouts:
@@ -110,10 +110,10 @@ def _matches(source: Source, rules: FamilyRules) -> Iterator[_Match]:
             rest = [key for key in keys if not known(key)]
             other, unused = tuple(layout.other), rules.unused_in(layout)
             strange = sum(not key.startswith(other) and not any(re.fullmatch(p, key) for p in unused) for key in rest)
-            yield _Match(rules=rules, layout=layout, prefix=prefix, known=len(keys) - len(rest), strange=strange)
+            yield Match(rules=rules, layout=layout, prefix=prefix, known=len(keys) - len(rest), strange=strange)
 
 
-def _best(source: Source, rules: FamilyRules) -> _Match | None:
+def best_match(source: Source, rules: FamilyRules) -> Match | None:
     """The layout and prefix under which the family knows most keys, if it knows any; the first of several."""
     best = max(_matches(source, rules), key=lambda match: match.known, default=None)
     return best if best and best.known else None
@@ -125,7 +125,7 @@ def _by_keys(source: Source) -> FamilyRules | None:
     Raises:
         InputError: two know as many.
     """
-    found = [match for rules in _all().values() if (match := _best(source, rules)) and match.known > match.strange]
+    found = [match for rules in _all().values() if (match := best_match(source, rules)) and match.known > match.strange]
     most = max((match.known for match in found), default=0)
     best = [match for match in found if match.known == most]
     if len(best) > 1:
@@ -140,7 +140,7 @@ def _by_keys(source: Source) -> FamilyRules | None:
 def _other_model(source: Source, config: Mapping[str, Any], rules: FamilyRules | None) -> FamilyRules | None:
     """The family of tensors that are not of the model which the config beside them is of, or None."""
     by_config = _of_kind(config)
-    if by_config is None or ((match := _best(source, by_config)) and match.known > match.strange):
+    if by_config is None or ((match := best_match(source, by_config)) and match.known > match.strange):
         return None
     other = _by_keys(source) if rules in (None, by_config) else rules
     return other if other is not None and other is not by_config and other.config_optional else None
@@ -148,7 +148,7 @@ def _other_model(source: Source, config: Mapping[str, Any], rules: FamilyRules |
 
 def without_prefix(source: Source, rules: FamilyRules, prefix: str | None) -> Mapping[str, TensorInfo]:
     """The source's tensors by their keys without the prefix under which the family knows most of them."""
-    best = _best(source, rules)
+    best = best_match(source, rules)
     found = (best.prefix if best else "") if prefix is None else whole_prefix(prefix)
     return {key.removeprefix(found): info for key, info in source.tensors.items()}
 

@@ -5,6 +5,8 @@ Only headers are looked at, except for tied tensors, whose equality `check_ties`
 
 import dataclasses
 import hashlib
+import itertools
+import math
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -17,14 +19,14 @@ from shardzoo.checkpoints.forms import quantized_leaves
 from shardzoo.checkpoints.grid import SMALL_LEAF, LeafSpec
 from shardzoo.checkpoints.manifest import CARRIED, canonical
 from shardzoo.convert.families import FamilyRules, Layout
-from shardzoo.convert.finding import find_family, find_layout, looks, without_prefix
-from shardzoo.convert.rules import Expected, Piece, expand, expected, gaps, layer_numbers, unit
+from shardzoo.convert.finding import best_match, find_family, find_layout, looks, whole_prefix, without_prefix
+from shardzoo.convert.rules import Expected, Piece, expand, expected, gaps, last_layer, unit
 from shardzoo.convert.source import Source, TensorInfo, row_blocks
 from shardzoo.errors import InputError, fail_if
 from shardzoo.zoo import layout as zoo_layout
 from shardzoo.zoo import quantize as quantization
 from shardzoo.zoo.families import config_to_json
-from shardzoo.zoo.layout import Param
+from shardzoo.zoo.layout import LAYER, Param
 
 DTYPES: Mapping[str, np.dtype] = {
     name: np.dtype(kind)
@@ -51,6 +53,7 @@ _FLOATS = frozenset(
     )
 )
 _NUMBER = re.compile(r"(?<![^.])\d+(?=\.)")
+MOST_TIMES = 1000  # as many values as a source has: below that a config is compared with it tensor by tensor
 _TIE_BLOCK = 8 << 20
 
 
@@ -177,9 +180,41 @@ def make_plan(
     except InputError as error:
         raise InputError(f"{source.root}: {error}\n  its tensors look like: {looks(source)}") from None
     params = zoo_layout.named(declared)
+    _check_counts(source, rules, params, prefix)
     layout, found_prefix = find_layout(source, rules, params, prefix)
     plan = _match(source, rules, zoo_config, declared, layout, found_prefix, component, cast)
     return plan if quantize is None else quantized(plan, quantize)
+
+
+def _check_counts(source: Source, rules: FamilyRules, params: Mapping[str, Param], prefix: str | None) -> None:
+    """Refuses a config of a model so much larger than the source that even its pieces would be too many to compare.
+
+    Raises:
+        InputError: more layers than there are tensors, far more values than they hold, or leaves in more places than
+            a tensor has rows.
+    """
+    title = f"{source.root}: its config.json is not of these weights"
+    match = best_match(source, rules)
+    most = max((param.size(LAYER) for param in params.values() if LAYER in param.names), default=0)
+    if most > len(source.tensors):
+        found = whole_prefix(prefix) if prefix is not None else match.prefix if match else ""
+        there = _layers(source, rules, params, match.layout, found) if match else set()
+        counts = [_layers_apart(*pair) for pair in sorted(there)]
+        fail_if(counts or [f"it says {most} layers, the weights are of {len(source.tensors)} tensors"], title)
+    values = sum(math.prod(info.shape) for info in source.tensors.values())
+    wanted = sum(math.prod(param.shape) for param in params.values())
+    if wanted > MOST_TIMES * max(values, 1):
+        large = max(params, key=lambda path: math.prod(params[path].shape))
+        made_of = ", ".join(map("{}={}".format, params[large].names, params[large].shape))
+        raise InputError(f"{title}: it makes {wanted} values, and there are {values}: most in {large} ({made_of})")
+    rows = max((info.shape[0] for info in source.tensors.values() if info.shape), default=0)
+    for rule in rules.rules_in(match.layout) if match else ():
+        if rule.each and rule.target in params and len([*itertools.islice(rule.each(params), rows + 1)]) > rows:
+            raise InputError(f"{title}: {rule.target} would lie in more places than any tensor has rows ({rows})")
+
+
+def _layers_apart(there: int, declared: int) -> str:
+    return f"the file has layers 0 to {there - 1}, the config says {declared}: they are of different models"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,9 +279,6 @@ def _match(
     pieces = [
         dataclasses.replace(p, source=prefix + p.source) for p in expand(rules.rules_in(layout), params, layout.roots)
     ]
-    wrong = gaps(pieces, params)
-    if wrong:
-        raise ValueError(f"rules of family {rules.family}: " + "; ".join(wrong))
     by_leaf: dict[str, list[Piece]] = {path: [] for path in params}
     for piece in pieces:
         by_leaf[piece.target].append(piece)
@@ -254,6 +286,9 @@ def _match(
     if problems:
         title = f"{source.root}: does not fit family {rules.family} in layout {layout.name!r}"
         fail_if(problems + _advice(source, sorting, rules, params, layout, prefix), title)
+    wrong = gaps(pieces, params)
+    if wrong:
+        raise ValueError(f"rules of family {rules.family}: " + "; ".join(wrong))
     leaves = {path: _leaf_plan(source, params[path], by_leaf[path], cast) for path in params}
     leaves |= {f"{CARRIED}/{key}": _carried_plan(source.tensors[key]) for key in sorting.carried}
     return Plan(
@@ -404,7 +439,7 @@ def _advice(
     """What the misfits together suggest."""
     lines = []
     for there, declared in sorted(_layers(source, rules, params, layout, prefix)):
-        lines.append(f"the file has layers 0 to {there - 1}, the config says {declared}: they are of different models")
+        lines.append(_layers_apart(there, declared))
     for tie, leaf in rules.ties_in(layout).items():
         key = prefix + tie.format(**layout.roots)
         if key in sorting.wanted and key not in source.tensors:
@@ -424,13 +459,13 @@ def _layers(
     found: set[tuple[int, int]] = set()
     taking_turns: list[tuple[int, int]] = []
     for rule in rules.rules_in(layout):
-        declared = layer_numbers(rule, params) if rule.target in params else []
-        if not declared:
+        last = last_layer(rule, params) if rule.target in params else None
+        if last is None:
             continue
         ends = (part.format(**layout.roots) for part in rule.source.split("{layer}"))
         pattern = re.compile(re.escape(prefix) + r"(\d+)".join(map(re.escape, ends)))
         numbers = [int(match[1]) for key in source.tensors if (match := pattern.fullmatch(key))]
-        counts = (max(numbers, default=-1) + 1, declared[-1] + 1)
+        counts = (max(numbers, default=-1) + 1, last + 1)
         if rule.number is not None:
             taking_turns.append(counts)
         elif numbers:

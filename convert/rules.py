@@ -88,11 +88,22 @@ def _single(rules: Iterable[Rule], params: Mapping[str, Param]) -> Iterator[Rule
             yield dataclasses.replace(rule, at=at, start=start, each=None)
 
 
-def layer_numbers(rule: Rule, params: Mapping[str, Param]) -> list[int]:
+def _layer_numbers(rule: Rule, params: Mapping[str, Param]) -> Iterator[int]:
     """What `{layer}` stands for in the source, for each index of the leaf's `layer` dim; none without that dim."""
     param = params[rule.target]
     indices = range(param.size(LAYER) if LAYER in param.names else 0)
-    return [index if rule.number is None else rule.number(index, params) for index in indices]
+    return (_layer_number(rule, index, params) for index in indices)
+
+
+def _layer_number(rule: Rule, index: int, params: Mapping[str, Param]) -> int:
+    return index if rule.number is None else rule.number(index, params)
+
+
+def last_layer(rule: Rule, params: Mapping[str, Param]) -> int | None:
+    """The last number that `{layer}` stands for in the source; None without a `layer` dim."""
+    param = params[rule.target]
+    size = param.size(LAYER) if LAYER in param.names else 0
+    return _layer_number(rule, size - 1, params) if size else None
 
 
 def _dim_sizes(params: Mapping[str, Param]) -> dict[str, int]:
@@ -111,7 +122,7 @@ def _pieces(
     take = _take(rule, param, sizes)
     if LAYER not in param.names:
         yield Piece(rule.target, _at(param, rule.at), rule.source.format(layer=None, **roots), take)
-    for index, number in enumerate(layer_numbers(rule, params)):
+    for index, number in enumerate(_layer_numbers(rule, params)):
         at = _at(param, {LAYER: index, **rule.at})
         yield Piece(rule.target, at, rule.source.format(layer=number, **roots), take)
 

@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from shardzoo.checkpoints.orbax_layout import CHECKPOINT_METADATA
+from shardzoo.checkpoints.pipeline import is_pipeline, is_unfinished
 from shardzoo.convert.file_bytes import (
     FileBytes,
     Stored,
@@ -200,9 +202,11 @@ def open_source(
         verify_crc: read every storage of PyTorch files through and hold it against the archive's CRC-32.
 
     Raises:
-        InputError: everything that is wrong with the files, at once, each with its name.
+        InputError: everything that is wrong with the files, at once, each with its name; a checkpoint of shardzoo.
     """
     fetched = fetch(str(path), variant=variant) if is_hub_address(str(path)) else None
+    if fetched is None:
+        _refuse_own(Path(path))
     weights = find_weights(fetched.folder if fetched else Path(path), variant)
     options = {"strategy": strategy, "select": select, "verify_crc": verify_crc}
     opened: list[WeightFile] = []
@@ -223,6 +227,16 @@ def open_source(
         for file in opened:
             file.data.close()
         raise
+
+
+def _refuse_own(path: Path) -> None:
+    """Refuses what is no source but the result of one."""
+    pipeline = is_pipeline(path) or is_unfinished(path)
+    if pipeline or (path / CHECKPOINT_METADATA).is_file():
+        raise InputError(
+            f"{path}: is a {'pipeline' if pipeline else 'checkpoint'} of shardzoo already, where weights of PyTorch are"
+            " read: `shardzoo export` writes it back as such"
+        )
 
 
 def _raise_all(weights: WeightFiles, problems: list[str]) -> None:

@@ -5,7 +5,6 @@ configs (older field names included).
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,6 +12,7 @@ from shardzoo.convert.families import FamilyRules, Layout
 from shardzoo.convert.rules import Rule
 from shardzoo.convert.source import TensorInfo
 from shardzoo.errors import InputError, fail_if
+from shardzoo.strict_json import is_number
 from shardzoo.zoo import decoder
 from shardzoo.zoo.rope import Rope
 
@@ -112,10 +112,6 @@ def _whole(value: Any) -> bool:
     return type(value) is int and value >= 1
 
 
-def _number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
-
-
 def _sizes(value: Any) -> bool:
     return isinstance(value, list | tuple) and all(type(n) is int and n >= 0 for n in value)
 
@@ -130,7 +126,7 @@ _FIELDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     for kind, names in {
         (_whole, "a whole number from 1"): (*_SIZES, "num_key_value_heads", "head_dim"),
         (lambda value: type(value) is int, "a whole number"): ("sliding_window", "max_window_layers"),
-        (_number, "a number"): ("rms_norm_eps", "rope_theta", "partial_rotary_factor", *_LLAMA3),
+        (is_number, "a number"): ("rms_norm_eps", "rope_theta", "partial_rotary_factor", *_LLAMA3),
         (lambda value: type(value) is bool, "true or false"): (
             "attention_bias",
             "mlp_bias",
@@ -166,7 +162,7 @@ def read_config(source: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) ->
     fail_if(problems, f"config.json: model_type={kind!r} as given is not one that the decoder family runs")
     heads = text["num_attention_heads"]
     head_dim = _first(text.get("head_dim"), _HEAD_DIM.get(kind), text["hidden_size"] // heads)
-    window, windowed = _sliding(text, kind)
+    window, windowed = _sliding(text, kind, len(tensors))
     return decoder.Config(
         vocab=text["vocab_size"],
         embed=text["hidden_size"],
@@ -303,8 +299,12 @@ def _sections(text: Mapping[str, Any], kind: str, head_dim: int) -> tuple[int, .
     return tuple(_rope_fields(text).get("mrope_section") or (_MROPE if sum(_MROPE) * 2 == head_dim else ()))
 
 
-def _sliding(text: Mapping[str, Any], kind: str) -> tuple[int | None, tuple[bool, ...] | None]:
-    """The window and the layers that have it (None: all of them)."""
+def _sliding(text: Mapping[str, Any], kind: str, tensors: int) -> tuple[int | None, tuple[bool, ...] | None]:
+    """The window and the layers that have it (None: all of them).
+
+    Raises:
+        InputError: more layers than there are tensors, where it takes a list of them.
+    """
     window = text.get("sliding_window", _WINDOW.get(kind))
     if kind == "llama" or window is None:
         return None, None
@@ -315,6 +315,10 @@ def _sliding(text: Mapping[str, Any], kind: str) -> tuple[int | None, tuple[bool
     layers = text["num_hidden_layers"]
     types = text.get("layer_types")
     first = _first(text.get("max_window_layers"), 80 if kind.endswith("_vl_text") else 28)
+    if not types and 0 < tensors < layers:
+        raise InputError(
+            f"config.json: num_hidden_layers={layers} are more layers than the {tensors} tensors: correct it"
+        )
     windowed = (
         tuple(name == "sliding_attention" for name in types) if types else tuple(i >= first for i in range(layers))
     )

@@ -1,8 +1,9 @@
 """Checks of the fields of a config.json that families share."""
 
-import math
 from collections.abc import Iterable, Mapping
 from typing import Any
+
+from shardzoo.strict_json import is_number
 
 
 def malformed(source: Mapping[str, Any], *, whole: Iterable[str] = (), numbers: Iterable[str] = ()) -> list[str]:
@@ -21,5 +22,5 @@ def malformed(source: Mapping[str, Any], *, whole: Iterable[str] = (), numbers: 
     return problems + [
         f"{name}={source[name]!r} is not a number"
         for name in numbers
-        if source.get(name) is not None and not (type(source[name]) in (int, float) and math.isfinite(source[name]))
+        if source.get(name) is not None and not is_number(source[name])
     ]

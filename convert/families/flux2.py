@@ -14,6 +14,7 @@ from shardzoo.convert.families import FamilyRules, Layout
 from shardzoo.convert.rules import Rule
 from shardzoo.convert.source import TensorInfo
 from shardzoo.errors import InputError, fail_if
+from shardzoo.strict_json import is_number
 from shardzoo.zoo.flux2 import Config
 
 _OUT = "embed (heads head_dim)"
@@ -171,9 +172,7 @@ def read_config(source: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) ->
     problems = [
         f"{n}={v!r} is not a whole number of at least 1" for n, v in given.items() if type(v) is not int or v < 1
     ]
-    problems += [
-        f"{n}={v!r} is not a number above 0" for n, v in numbers.items() if type(v) not in (int, float) or not v > 0
-    ]
+    problems += [f"{n}={v!r} is not a number above 0" for n, v in numbers.items() if not is_number(v) or not v > 0]
     if not isinstance(axes, list | tuple) or not all(type(n) is int and n > 0 for n in axes):
         problems.append(f"axes_dims_rope={axes!r} is not a list of whole numbers")
     if source.get("patch_size", 1) != 1:

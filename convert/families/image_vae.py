@@ -195,6 +195,11 @@ def _problems(source: Mapping[str, Any], given: Mapping[str, Any], statistics: b
     for name in ("block_out_channels", "decoder_block_out_channels", "patch_size"):
         if not (isinstance(given[name], list | tuple) and all(type(x) is int for x in given[name])):
             yield f"{name}={given[name]!r} is not a list of whole numbers"
+        elif len(given[name]) > max(LEVELS):
+            yield f"{name} has {len(given[name])} entries, and at most {max(LEVELS)} are supported"
+    blocks = given["layers_per_block"]
+    if type(blocks) is int and blocks >= BLOCKS:  # a decoder's level has one more
+        yield f"layers_per_block={blocks} is not supported: at most {BLOCKS - 1} are"
     yield from (f"{name}={given[name]!r} is not true or false" for name in _FLAGS if type(given[name]) is not bool)
     patch = given["patch_size"]
     if isinstance(patch, list | tuple) and (len(patch) != 2 or patch[0] != patch[1]):

@@ -261,10 +261,11 @@ def _experts(text: Mapping[str, Any]) -> Iterator[str]:
         return
     listed = text.get("mlp_only_layers")
     plain = listed if isinstance(listed, list) else []
-    mixed = [i for i in range(layers) if i not in plain and (i + 1) % step == 0]
+    spared = {i for i in plain if type(i) is int and 0 <= i < layers and (i + 1) % step == 0}
+    mixed = layers // step - len(spared)
     if mixed:
         yield (
-            f"num_experts={experts}: {len(mixed)} of the {layers} layers are mixtures of experts, which are not"
+            f"num_experts={experts}: {mixed} of the {layers} layers are mixtures of experts, which are not"
             " supported: only dense ones are (num_experts=0)"
         )
 
@@ -279,10 +280,11 @@ def _interval_of(text: Mapping[str, Any], layers: int) -> int:
     types = text.get("layer_types")
     if types is None:
         return _or(text, "full_attention_interval", _INTERVAL)
-    places = [i + 1 for i, kind in enumerate(types) if kind == "full_attention"] if isinstance(types, list) else []
-    interval = places[0] if places else 0
-    made = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(layers)] if interval else None
-    if types != made:
+    counted = isinstance(types, list) and len(types) == layers and "full_attention" in types
+    interval = types.index("full_attention") + 1 if counted else 0
+    if not counted or types != [
+        "linear_attention" if (i + 1) % interval else "full_attention" for i in range(len(types))
+    ]:
         raise InputError(
             f"config.json: layer_types={types!r} is not linear_attention with full_attention at equal distances, the"
             f" last of the {layers} layers included: no other pattern is supported"

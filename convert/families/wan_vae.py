@@ -17,6 +17,7 @@ from shardzoo.convert.families.fields import malformed
 from shardzoo.convert.rules import Rule
 from shardzoo.convert.source import TensorInfo
 from shardzoo.errors import InputError, fail_if
+from shardzoo.strict_json import is_number
 from shardzoo.zoo import wan_vae
 from shardzoo.zoo.wan_vae import Config
 
@@ -171,8 +172,8 @@ _PLAIN = ("base_dim", "decoder_base_dim", "z_dim", "num_res_blocks", "patch_size
 _LISTS: Mapping[str, tuple[str, Any]] = {
     "dim_mult": ("whole numbers", lambda x: type(x) is int),
     "temperal_downsample": ("true and false", lambda x: type(x) is bool),
-    "latents_mean": ("numbers", lambda x: type(x) in (int, float) and math.isfinite(x)),
-    "latents_std": ("numbers", lambda x: type(x) in (int, float) and math.isfinite(x)),
+    "latents_mean": ("numbers", is_number),
+    "latents_std": ("numbers", is_number),
 }
 
 
@@ -194,6 +195,10 @@ def read_config(source: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) ->
     for name, (kind, fits) in _LISTS.items():
         if not (isinstance(given[name], list | tuple) and all(map(fits, given[name]))):
             problems.append(f"{name}={given[name]!r} is not a list of {kind}")
+    if not problems:
+        levels, blocks = len(given["dim_mult"]), given["num_res_blocks"]
+        problems += [f"dim_mult has {levels} entries, and at most {LEVELS} are supported"] if levels > LEVELS else []
+        problems += [] if blocks in BLOCKS else [f"num_res_blocks={blocks} is not supported: {sorted(BLOCKS)} are"]
     if type(given["is_residual"]) is not bool:
         problems.append(f"is_residual={given['is_residual']!r} is not true or false")
     if source.get("attn_scales"):
