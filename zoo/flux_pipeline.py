@@ -175,8 +175,8 @@ def sample(
     check(parts.declared, settings, request)
     shape = latent_shape(parts.declared[VAE].config, request)
     start, (grid,) = image_pipeline.starting_noise(shape, key, noise), image_pipeline.grids(shape, request)
-    condition = encode(parts, mesh, request)
     sampler = settings.sampler(math.prod(grid), request.steps)
+    condition = encode(parts, mesh, request)
     run = velocity(parts.declared[TRANSFORMER], mesh, request, *grid)
     return image_pipeline.steps_taken(parts, TRANSFORMER, sampler, run, condition, start, on_step)
 

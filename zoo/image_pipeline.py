@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, Num, UInt8
 
 from shardzoo.errors import InputError, fail_if
+from shardzoo.strict_json import is_number
 from shardzoo.zoo import images, sampling
 from shardzoo.zoo.image_vae import pack, unpack
 from shardzoo.zoo.mesh import DATA
@@ -76,10 +77,11 @@ def read_settings(settings: Mapping[str, Any]) -> Settings:
     wrong += [] if curve in ("exponential", "linear") else [f"time_shift_type={curve!r} is not"]
     numbers = {n: config.get(n, v) for n, v in (_NUMBERS | {"shift": 1.0}).items()}
     last = config.get("shift_terminal")
-    wrong += [f"{n}={v!r} is not, a finite number is" for n, v in numbers.items() if not _finite(v)]
-    wrong += [] if last is None or (_finite(last) and 0 <= last < 1) else [f"shift_terminal={last!r} is not"]
-    wrong += [] if not _finite(numbers["shift"]) or numbers["shift"] > 0 else ["shift of 0 or less is not"]
-    wrong += [] if wrong or not config.get("use_dynamic_shifting") else _line_problems(**{n: numbers[n] for n in _NUMBERS})
+    wrong += [f"{n}={v!r} is not, a finite number is" for n, v in numbers.items() if not is_number(v)]
+    wrong += [] if last is None or (is_number(last) and 0 <= last < 1) else [f"shift_terminal={last!r} is not"]
+    wrong += [] if not is_number(numbers["shift"]) or numbers["shift"] > 0 else ["shift of 0 or less is not"]
+    if config.get("use_dynamic_shifting") and all(map(is_number, numbers.values())):
+        wrong += _line_problems(numbers)
     fail_if(wrong, f"scheduler: not all of what this {name} is set to is implemented")
     few, many, low, high = (numbers[n] for n in _NUMBERS)
     return Settings(
@@ -90,21 +92,14 @@ def read_settings(settings: Mapping[str, Any]) -> Settings:
     )
 
 
-def _line_problems(
-    base_image_seq_len: float, max_image_seq_len: float, base_shift: float, max_shift: float
-) -> Iterator[str]:
-    """What is wrong with the line that shifts depend on: ends that are no two numbers of tokens, or beyond reach."""
-    ends = f"base_image_seq_len={base_image_seq_len!r} and max_image_seq_len={max_image_seq_len!r}"
-    if not (base_image_seq_len == int(base_image_seq_len) and max_image_seq_len == int(max_image_seq_len)):
-        yield f"{ends} are not, whole numbers are"
-    elif base_image_seq_len == max_image_seq_len:
-        yield f"{ends} are not, two different numbers of tokens are"
-    if max(abs(base_shift), abs(max_shift)) > MOST_SHIFT:
-        yield f"base_shift={base_shift!r} and max_shift={max_shift!r} are not, exponents up to {MOST_SHIFT} are"
-
-
-def _finite(value: Any) -> bool:
-    return sampling.is_finite(value)
+def _line_problems(numbers: Mapping[str, Any]) -> Iterator[str]:
+    """What is wrong with the ends of the line that the shift depends on."""
+    few, many = (numbers[name] for name in ("base_image_seq_len", "max_image_seq_len"))
+    said = f"base_image_seq_len={few!r} and max_image_seq_len={many!r}"
+    if few != int(few) or many != int(many):
+        yield f"{said} are not, whole numbers are"
+    elif few == many:
+        yield f"{said} are not, two different numbers are"
 
 
 class Text(NamedTuple):

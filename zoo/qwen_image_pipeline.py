@@ -302,8 +302,8 @@ def sample(
     check(parts.declared, settings, request)
     shape = latent_shape(parts.declared[VAE].config, request)
     start, grids = image_pipeline.starting_noise(shape, key, noise), image_pipeline.grids(shape, request)
-    condition = encode(parts, mesh, settings, request)
     sampler = settings.sampler(math.prod(grids[0]), request.steps)
+    condition = encode(parts, mesh, settings, request)
     run = velocity(parts.declared[TRANSFORMER], mesh, request, grids)
     return image_pipeline.steps_taken(parts, TRANSFORMER, sampler, run, condition, start, on_step)
 

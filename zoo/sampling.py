@@ -19,9 +19,10 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, Num, PyTree
 
-from shardzoo.errors import fail_if
+from shardzoo.errors import InputError, fail_if
 
 TRAIN_STEPS = 1000  # timesteps are noise levels times this
+MOST_MU = 80  # exp(mu) is a number of float32 up to here
 CLOSE_TO_NOISE = 1e-6  # UniPC stays this far from level 1, where the logarithm of the data's share is infinite
 Host = Array | np.ndarray  # samplers hold numpy's, or traced arrays where one is an argument of a jitted function
 Velocity = Callable[[Host, Host], Array]  # of a sample at a timestep (a scalar)
@@ -36,7 +37,13 @@ def image_mu(
     base_shift: float = 0.5,
     max_shift: float = 1.15,
 ) -> float:
-    """The shift exponent for an image of this many tokens: a line through two points. Defaults are FLUX.1's."""
+    """The shift exponent for an image of this many tokens: a line through two points. Defaults are FLUX.1's.
+
+    Raises:
+        InputError: the two points are of one number of tokens.
+    """
+    if base_tokens == max_tokens:
+        raise InputError(f"image_mu: base_tokens={base_tokens} is max_tokens, and two numbers make a line: change one")
     slope = (max_shift - base_shift) / (max_tokens - base_tokens)
     return tokens * slope + (base_shift - slope * base_tokens)
 
@@ -70,6 +77,8 @@ def _check(name: str, steps: int, shift: float, mu: float | None, levels: Sequen
         problems.append(f"shift={shift} is not above 0: use 1 for none")
     if mu is not None and shift != 1.0:
         problems.append(f"shift={shift} and mu={mu} were both given: give one of them")
+    if mu is not None and not abs(mu) <= MOST_MU:
+        problems.append(f"mu={mu} is not from -{MOST_MU} to {MOST_MU}: change the shift that it comes from")
     if levels is not None and len(levels) != steps:
         problems.append(f"levels: {len(levels)} were given for steps={steps}: give one for each step")
     fail_if(problems, f"sampling.{name}")

@@ -22,6 +22,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Num, UInt8
 
 from shardzoo.errors import InputError, fail_if
+from shardzoo.strict_json import is_number
 from shardzoo.zoo import clip_vision, images, sampling, t5, wan, wan_vae
 from shardzoo.zoo.pipelines import Components, Manner, Tokenizer, Wanted
 from shardzoo.zoo.wan_model import Context, Timesteps
@@ -83,20 +84,23 @@ def read_settings(settings: Mapping[str, Any], manner: Manner) -> Settings:
     """
     config = settings.get("scheduler")
     name = config.get("_class_name") if isinstance(config, Mapping) else None
-    if name not in _SOLVERS:
+    if not isinstance(config, Mapping) or not isinstance(name, str) or name not in _SOLVERS:
         raise InputError(f"scheduler: {name!r} is not implemented: {' and '.join(_SOLVERS)} are")
     solver = _SOLVERS[name]
     needed = _NEEDED[solver] | {"num_train_timesteps": sampling.TRAIN_STEPS}
     wrong = [f"{n}={config[n]!r} is not, {v!r} is" for n, v in needed.items() if config.get(n, v) != v]
     wrong += [f"{n}={config[n]!r} is not" for n in _NEITHER if config.get(n)]
     order, named = config.get("solver_order", 2), "flow_shift" if solver == "unipc" else "shift"
-    wrong += [] if order in (1, 2, 3) else [f"solver_order={order!r} is not, 1, 2 and 3 are"]
+    wrong += [] if type(order) is int and order in (1, 2, 3) else [f"solver_order={order!r} is not, 1, 2 and 3 are"]
     shift = config.get(named)
-    real = shift is None or (isinstance(shift, int | float) and 0 < shift < float("inf"))
+    real = shift is None or (is_number(shift) and shift > 0)
     wrong += [] if real else [f"{named}={shift!r} is not, a finite number above 0 is"]
+    boundary = settings.get("boundary_ratio")
+    real = boundary is None or (is_number(boundary) and 0 <= boundary <= 1)
+    wrong += [] if real else [f"boundary_ratio={boundary!r} is not, a number from 0 to 1 is"]
     fail_if(wrong, f"scheduler: not all of what this {name} is set to is implemented")
     return Settings(
-        boundary=settings.get("boundary_ratio"),
+        boundary=boundary,
         per_token=bool(settings.get("expand_timesteps")),
         solver=solver,
         shift=1.0 if shift is None else float(shift),
