@@ -244,6 +244,22 @@ def test_a_pipeline_is_fetched_with_all_its_components_and_nothing_else(served, 
     assert ended.status == 0 and "text_encoder: 22 tensors" in ended.out, ended.err
 
 
+@pytest.mark.parametrize(
+    ("index", "said"),
+    [
+        ({"../x": ["a", "Tokenizer"]}, "'../x': is not the name of a folder"),
+        ({"vae": "AutoencoderKL"}, r"'vae': 'AutoencoderKL' is not [library, class]"),
+        ({"vae": []}, "'vae': [] is not [library, class]"),
+    ],
+)
+def test_a_pipeline_with_a_damaged_index_is_not_fetched(served, index, said):
+    files = {"model_index.json": json.dumps({"_class_name": "FluxPipeline"} | index).encode()}
+    served.repositories["owner/damaged"] = Repository(files | {"vae/model.safetensors": weights(WEIGHTS)})
+    with pytest.raises(InputError) as error:
+        find_pipeline("hf://owner/damaged")
+    assert said in str(error.value) and served.downloaded == {"model_index.json"}
+
+
 def test_the_manifest_says_which_commit_a_checkpoint_came_from(served, tmp_path):
     folder = tiny_models.save("llama-tied", tmp_path / "llama")
     served.repositories["owner/llama"] = Repository({f"sub/{k}": v for k, v in tiny_models.files(folder).items()})

@@ -162,12 +162,37 @@ def test_components_of_another_model_are_refused():
         ),
         ({"time_shift_type": "cubic", "max_shift": "x"}, ["time_shift_type='cubic'", "max_shift='x'"]),
         ({"shift": 0.0, "shift_terminal": 1.0}, ["shift of 0 or less", "shift_terminal=1.0"]),
+        (
+            {"use_dynamic_shifting": True, "base_image_seq_len": 256, "max_image_seq_len": 256.0},
+            ["base_image_seq_len=256 and max_image_seq_len=256.0"],
+        ),
+        (
+            {"use_dynamic_shifting": True, "base_image_seq_len": 256.5},
+            ["base_image_seq_len=256.5 and", "whole numbers"],
+        ),
+        (
+            {"shift": 10**400, "base_image_seq_len": True, "max_shift": [], "base_shift": float("inf")},
+            ["shift=1000", "base_image_seq_len=True", "max_shift=[]", "base_shift=inf"],
+        ),
+        ({"shift_terminal": -(10**400)}, ["shift_terminal=-1000"]),
     ],
 )
 def test_schedulers_that_are_not_implemented_are_refused(config, words):
     with pytest.raises(InputError) as error:
         image_pipeline.read_settings({"scheduler": {"_class_name": "FlowMatchEulerDiscreteScheduler", **config}})
     assert all(word in str(error.value) for word in words)
+
+
+def test_a_line_that_is_not_used_may_be_any():
+    config = {"_class_name": "FlowMatchEulerDiscreteScheduler", "base_image_seq_len": 9, "max_image_seq_len": 9}
+    assert image_pipeline.read_settings({"scheduler": config}).shift == 1.0
+
+
+def test_a_shift_beyond_numbers_is_refused():
+    with pytest.raises(InputError, match=r"mu=\d.* is not from -80 to 80"):
+        image_pipeline.Settings(line=(256, 257, 0.5, 50.0)).sampler(4096, 4)
+    with pytest.raises(InputError, match=r"mu=nan is not"):
+        image_pipeline.Settings(line=(256, 257, -1e308, 1e308)).sampler(4096, 4)
 
 
 def test_a_fixed_shift_takes_the_place_of_one_by_size():

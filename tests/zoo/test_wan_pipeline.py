@@ -126,12 +126,25 @@ def test_each_expert_takes_its_steps():
         ),
         ({"_class_name": "FlowMatchEulerDiscreteScheduler", "use_dynamic_shifting": True}, ["use_dynamic_shifting"]),
         ({"_class_name": "FlowMatchEulerDiscreteScheduler", "num_train_timesteps": 500}, ["num_train_timesteps=500"]),
+        ({"_class_name": ["UniPCMultistepScheduler"]}, ["scheduler: ['UniPCMultistepScheduler'] is not implemented"]),
+        (
+            {"_class_name": "UniPCMultistepScheduler", "flow_shift": 10**400, "solver_order": True},
+            ["flow_shift=1000", "solver_order=True is not"],
+        ),
+        ({"_class_name": "UniPCMultistepScheduler", "flow_shift": True}, ["flow_shift=True"]),
     ],
 )
 def test_schedulers_that_are_not_implemented_are_refused(config, words):
     with pytest.raises(InputError) as error:
         wan_pipeline.read_settings({"scheduler": config}, "diffusers")
     assert all(word in str(error.value) for word in words)
+
+
+@pytest.mark.parametrize("boundary", ["0.9", 1.5, True, [], 10**400])
+def test_boundaries_that_are_no_noise_levels_are_refused(boundary):
+    config = {"_class_name": "UniPCMultistepScheduler"}
+    with pytest.raises(InputError, match="boundary_ratio="):
+        wan_pipeline.read_settings({"scheduler": config, "boundary_ratio": boundary}, "diffusers")
 
 
 def test_settings_are_those_of_the_config_files():
