@@ -144,6 +144,31 @@ def test_what_cannot_be_is_refused_before_a_weight_is_read(folders, tmp_path, mo
     assert len(list(tmp_path.iterdir())) == 3
 
 
+def test_a_pipeline_of_components_that_do_not_belong_there_is_refused(folders, tmp_path, monkeypatch):
+    """As converters that did not look at families have left them."""
+    _, ours = folders("flux-dev")
+    pipeline = open_pipeline(ours)
+    swapped = shutil.copytree(ours, tmp_path / "swapped")
+    (swapped / "text_encoder").rename(swapped / "x")
+    (swapped / "text_encoder_2").rename(swapped / "text_encoder")
+    (swapped / "x").rename(swapped / "text_encoder_2")
+    one, two = (pipeline.components[name] for name in ("text_encoder", "text_encoder_2"))
+    components = {**pipeline.components, "text_encoder": two, "text_encoder_2": one}
+    dataclasses.replace(pipeline, path=swapped, components=components).write()
+    other = shutil.copytree(ours, tmp_path / "other")
+    settings = {**pipeline.settings, "_class_name": "QwenImagePipeline"}
+    dataclasses.replace(pipeline, path=other, kind="qwen-image", settings=settings).write()
+    monkeypatch.setattr(checkpoints, "restore", None)
+    for folder, names in (
+        (swapped, ("text_encoder", "text_encoder_2")),
+        (other, ("text_encoder", "transformer", "vae")),
+    ):
+        ended = invoke("generate", folder, "--prompt", PROMPT, *SIZE, "--out", tmp_path / "it.png")
+        assert ended.status == 1 and "its components are not of one pipeline" in ended.err, ended.err
+        assert all(f"{name}: is of family" in ended.err for name in names)
+        assert ended.err.count("is of family") == len(names)
+
+
 TEXTS = ("a red fox & the   ox", "THE OX's <|endoftext|>", "naïve  日本\n\n 42 boxes<|im_end|> the", "")
 
 
