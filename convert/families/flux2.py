@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from shardzoo.convert.families import FamilyRules, Layout
+from shardzoo.convert.families.fields import too_large
 from shardzoo.convert.rules import Rule
 from shardzoo.convert.source import TensorInfo
 from shardzoo.errors import InputError, fail_if
@@ -172,7 +173,9 @@ def read_config(source: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) ->
     problems = [
         f"{n}={v!r} is not a whole number of at least 1" for n, v in given.items() if type(v) is not int or v < 1
     ]
+    problems += too_large(given)
     problems += [f"{n}={v!r} is not a number above 0" for n, v in numbers.items() if not is_number(v) or not v > 0]
+    problems += too_large({"mlp_ratio": numbers["mlp_ratio"]})
     if not isinstance(axes, list | tuple) or not all(type(n) is int and n > 0 for n in axes):
         problems.append(f"axes_dims_rope={axes!r} is not a list of whole numbers")
     if source.get("patch_size", 1) != 1:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from shardzoo.convert.families import FamilyRules, Layout
-from shardzoo.convert.families.fields import malformed
+from shardzoo.convert.families.fields import malformed, too_large
 from shardzoo.convert.rules import Rule
 from shardzoo.convert.source import TensorInfo
 from shardzoo.errors import InputError, fail_if
@@ -202,6 +202,7 @@ def read_config(source: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) ->
         for name, value in _ONLY.items()
         if text.get(name) not in (None, value)
     ]
+    problems += too_large({"partial_rotary_factor": fields.get("partial_rotary_factor")})
     problems += [*_rope_problems(fields), *_quantized(source), *_quantized(text), *_experts(text)]
     fail_if(problems, "config.json: not a Qwen3.5 as this zoo runs it")
     given = {ours: text[field] for field, ours in _SIZES.items()}
