@@ -205,7 +205,7 @@ def open_source(
         InputError: everything that is wrong with the files, at once, each with its name; a checkpoint of shardzoo.
     """
     fetched = fetch(str(path), variant=variant) if is_hub_address(str(path)) else None
-    if fetched is None:
+    if fetched is None and os.path.isdir(path):
         _refuse_own(Path(path))
     weights = find_weights(fetched.folder if fetched else Path(path), variant)
     options = {"strategy": strategy, "select": select, "verify_crc": verify_crc}
