@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from shardzoo.checkpoints.manifest import is_below
 from shardzoo.convert.folder import is_index, is_weights, read_config
 from shardzoo.convert.hub import fetch_pipeline, is_hub_address
 from shardzoo.convert.model_index import MODEL_INDEX, ModelIndex, read_model_index
@@ -62,6 +63,14 @@ class PipelineSource:
     settings: Mapping[str, Any]
     reading: Mapping[str, Mapping[str, str]] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        places = [*self.files, *(place for place in self.components.values() if place != ".")]
+        fail_if(
+            [f"{place!r}: is not the plain name of a file: rename it" for place in places
+             if not (is_below(place) and place.isprintable())],
+            f"{self.root}: names cannot be kept",
+        )  # fmt: skip
 
     def path(self, name: str) -> Path:
         """What to give to `convert` for a component."""

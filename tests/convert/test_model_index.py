@@ -96,3 +96,18 @@ def test_weights_that_are_not_converted_are_noted(folder):
     other, vae = source.notes
     assert other == "other: holds weights and was not converted: model_index.json does not name it"
     assert vae == "vae: holds weights and was not converted: model_index.json leaves it out by [null, null]"
+
+
+@pytest.mark.parametrize("name", ["a\\b.json", "a\nb.json", b"\xff.json".decode(errors="surrogateescape")])
+def test_small_files_whose_names_are_not_plain_are_refused(folder, name):
+    root = folder()
+    (root / "tokenizer" / name).touch()
+    with pytest.raises(InputError, match="is not the plain name of a file: rename it"):
+        find_pipeline(root)
+
+
+def test_files_of_the_wan_repositories_have_plain_names(tmp_path):
+    for name in ("diffusion_pytorch_model.safetensors", "models_t5\\..\\x.pth"):
+        (tmp_path / name).touch()
+    with pytest.raises(InputError, match=r"models_t5.* is not the plain name of a file"):
+        find_pipeline(tmp_path)
