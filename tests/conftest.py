@@ -1,6 +1,8 @@
 """Eight CPU devices, and every annotated function of the package checked by jaxtyping and beartype."""
 
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -17,6 +19,14 @@ install_import_hook("shardzoo", "beartype.beartype")
 # The same cases each time, so that a run speaks of the change it is for; HYPOTHESIS_PROFILE=default searches on.
 hypothesis.settings.register_profile("steady", derandomize=True, deadline=None, print_blob=True)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "steady"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_programs_end_with_their_file() -> Iterator[None]:
+    """Kept over all files, they come to many GiB."""
+    yield
+    if "jax" in sys.modules:
+        sys.modules["jax"].clear_caches()
 
 
 @pytest.fixture(scope="session")
