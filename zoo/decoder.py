@@ -277,9 +277,7 @@ def _slots(config: Config, states: tuple[int, ...] | None) -> Int[Array, " state
 
 def gather_ends(model: Decoder, declared: Decoder, *, to: str = "varying") -> Decoder:
     """The model with everything but its blocks gathered from a split at rest."""
-    ends = (model.embed, model.norm, model.head)
-    whole = layout.gather_at_rest(ends, (declared.embed, declared.norm, declared.head), to=to)
-    return dataclasses.replace(model, embed=whole[0], norm=whole[1], head=whole[2])
+    return layout.gather_parts(model, declared, ("embed", "norm", "head"), to=to)
 
 
 def sequence_positions(seq: int) -> Int[Array, "one seq"]:

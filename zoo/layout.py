@@ -219,6 +219,13 @@ def gather_at_rest(live: Tree, declared: Tree, *, to: str = "varying") -> Tree:
     return jax.tree.map(one, declared, live)
 
 
+def gather_parts(live: Tree, declared: Tree, parts: Iterable[str], *, to: str = "varying") -> Tree:
+    """The model with these of its parts as `gather_at_rest` gives them; stacked blocks are gathered in their scan."""
+    model: Any = live  # a module, and so a dataclass
+    whole = {name: gather_at_rest(getattr(live, name), getattr(declared, name), to=to) for name in parts}
+    return dataclasses.replace(model, **whole)
+
+
 def _ways(axes: Iterable[str], degrees: Degrees) -> int:
     return math.prod(degrees.sizes[axis] for axis in axes)
 

@@ -433,9 +433,7 @@ def by_super_block(config: Config, delta: Block[DeltaNet]) -> Block[DeltaNet]:
 
 def gather_ends(model: Qwen35, declared: Qwen35, *, to: str = "varying") -> Qwen35:
     """The model with everything but its layers gathered from a split at rest."""
-    ends = (model.embed, model.norm, model.head)
-    whole = layout.gather_at_rest(ends, (declared.embed, declared.norm, declared.head), to=to)
-    return dataclasses.replace(model, embed=whole[0], norm=whole[1], head=whole[2])
+    return layout.gather_parts(model, declared, ("embed", "norm", "head"), to=to)
 
 
 PRESETS = {

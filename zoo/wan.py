@@ -7,7 +7,7 @@ is a batch of two), the video's tokens over `context`, heads and mlp over the te
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -238,7 +238,7 @@ def _embedded(
 def _context(model: Wan, declared: Wan, run: Run, text: Array, image: Array | None) -> Context:
     """One device's keys and values, for all blocks."""
     ends = ("text", "image")
-    model = gather_ends(model, declared, ends, to="invarying")
+    model = layout.gather_parts(model, declared, ends, to="invarying")
     embedded = _embedded(model, run, text, image)
 
     def body(_, cross):
@@ -263,7 +263,7 @@ def _forward(
 ) -> Float[Array, "batch out_channels frames height width"]:
     """One device's rows of the result."""
     config, dtype = model.config, run.activations(model)
-    model = gather_ends(model, declared, ("patch", "time", "text", "image", "head"))
+    model = layout.gather_parts(model, declared, ("patch", "time", "text", "image", "head"))
     tokens = math.prod(grid)
     split = Split.of(tokens, run)
     x = model.patch(split.own(patches(latents.astype(dtype), config.patch))).astype(jnp.float32)
@@ -386,12 +386,6 @@ def _modulation(model: Wan, run: Run, split: Split, values: Array, index: Array 
     with jax.default_matmul_precision("highest"):
         blocks, head = model.time(values, run.residual if each else "whole")
     return Modulation(blocks, head, None if index is None else split.own(index))
-
-
-def gather_ends(model: Wan, declared: Wan, parts: Sequence[str], *, to: str = "varying") -> Wan:
-    """The model with these parts gathered from a split at rest."""
-    whole = {name: layout.gather_at_rest(getattr(model, name), getattr(declared, name), to=to) for name in parts}
-    return dataclasses.replace(model, **whole)
 
 
 def _member(heads: int, layers: int, mlp: int, in_channels: int, out_channels: int = 16, **more: int) -> Config:
