@@ -5,13 +5,13 @@ import pytest
 
 from shardzoo import zoo
 from shardzoo.cli.audit import total
-from shardzoo.zoo import layout
+from shardzoo.zoo import families, layout
 from shardzoo.zoo.families import TraceSizes
 
 SIZES = TraceSizes(batch=2, tokens=8, frames=5, height=32, width=64)
 
 
-@pytest.mark.parametrize("name", zoo.family_names())
+@pytest.mark.parametrize("name", families.MODULES)
 def test_a_trace_is_a_function_of_the_model_and_abstract_inputs(name):
     family, mesh = zoo.find_family(name), zoo.make_mesh(devices=jax.devices()[:1])
     assert family.trace is not None
