@@ -26,6 +26,7 @@ from shardzoo.zoo.families import Family, TraceSizes, register
 from shardzoo.zoo.in_place import block_at
 from shardzoo.zoo.layers import Residual, check_residual, own_share
 from shardzoo.zoo.mesh import CONTEXT, DATA, TP
+from shardzoo.zoo.remat import Remat, check_remat, rematerialised
 from shardzoo.zoo.rope import Rope, rotary
 
 Host = Array | np.ndarray  # what the public functions take
@@ -41,7 +42,7 @@ class Run:
     """How `forward` runs; the options are explained there."""
 
     residual: Residual = "whole"
-    remat: bool = False
+    remat: Remat = False
     dtype: Any = None
     hidden_states: tuple[int, ...] | None = None
     logits: bool = True
@@ -70,7 +71,7 @@ def forward(
     mesh: Mesh | AbstractMesh,
     *,
     residual: Residual = "whole",
-    remat: bool = False,
+    remat: Remat = False,
     dtype: Any = None,
     hidden_states: tuple[int, ...] | bool = False,
     logits: bool = True,
@@ -93,7 +94,8 @@ def forward(
 
     Args:
         residual: "seq" splits the stream between blocks along the sequence over the tensor axes as well.
-        remat: compute each block again in the backward pass rather than keep its activations.
+        remat: compute each block again in the backward pass rather than keep its activations: all of it, or what a
+            policy says (`remat.py`).
         dtype: of the activations; None is that of the weights.
         hidden_states: True, or the indices wanted, in ascending order: 0 is the embedding, i the stream after block i,
             and the last one (i = layers) comes after the final norm.
@@ -105,6 +107,7 @@ def forward(
     """
     layout.audit(declared, mesh)
     check_residual("decoder.forward", residual)
+    check_remat("decoder.forward", remat)
     states = tuple(range(declared.config.layers + 1)) if hidden_states is True else hidden_states or None
     _check_states("decoder.forward", declared.config, states, logits)
     run = Run(
@@ -246,7 +249,7 @@ def _forward(
             kept = lax.dynamic_update_index_in_dim(kept, x, slots[layer + 1], 0)
         return (x, kept), None
 
-    body = jax.checkpoint(body, prevent_cse=False) if run.remat else body
+    body = rematerialised(body, run.remat)
     blocks = model.blocks if every and not run.in_place else None
     (x, kept), _ = lax.scan(body, (x, kept), (blocks, jnp.arange(layers)))
     if states is not None and states[-1] < config.layers and not run.logits:

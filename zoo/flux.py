@@ -25,6 +25,7 @@ from shardzoo.zoo.flux_model import Config, Flux
 from shardzoo.zoo.joint_streams import Shares, Turns, positions_rotary
 from shardzoo.zoo.layers import Residual, SplitInputLinear, check_residual, pad
 from shardzoo.zoo.mesh import DATA, TP
+from shardzoo.zoo.remat import Remat, check_remat
 
 Host = Array | np.ndarray
 SPACE_FACTOR = 16  # pixels of a token's side: 8 of the autoencoder's, times the patch
@@ -63,7 +64,7 @@ def forward(
     mesh: Mesh | AbstractMesh,
     *,
     residual: Residual = "whole",
-    remat: bool = False,
+    remat: Remat = False,
     dtype: Any = None,
 ) -> Forward:
     """The pure function `f(model, image, text, pooled, timesteps, *, image_ids, text_ids, guidance)`: to be jitted.
@@ -84,7 +85,8 @@ def forward(
 
     Args:
         residual: "seq" splits the streams between blocks along the sequence over the tensor axes as well.
-        remat: compute each block again in the backward pass rather than keep its activations.
+        remat: compute each block again in the backward pass rather than keep its activations: all of it, or what a
+            policy says (`remat.py`).
         dtype: of the activations; None is that of the blocks' weights.
 
     Raises:
@@ -92,6 +94,7 @@ def forward(
     """
     layout.audit(declared, mesh)
     check_residual("flux.forward", residual)
+    check_remat("flux.forward", remat)
     run = Run(residual=residual, remat=remat, dtype=None if dtype is None else jnp.dtype(dtype))
 
     @jaxtyped(typechecker=beartype)

@@ -25,6 +25,7 @@ from shardzoo.zoo.flux_blocks import Run, run_blocks, streams_dtype
 from shardzoo.zoo.joint_streams import Shares, Turns, positions_rotary
 from shardzoo.zoo.layers import Residual, check_residual, pad
 from shardzoo.zoo.mesh import DATA
+from shardzoo.zoo.remat import Remat, check_remat
 
 Host = Array | np.ndarray
 SPACE_FACTOR = 16  # pixels of a token's side: 8 of the autoencoder's, times the patch
@@ -75,7 +76,7 @@ def forward(
     mesh: Mesh | AbstractMesh,
     *,
     residual: Residual = "whole",
-    remat: bool = False,
+    remat: Remat = False,
     dtype: Any = None,
 ) -> Forward:
     """The pure function `f(model, image, text, timesteps, *, image_ids, text_ids, guidance)`: to be jitted.
@@ -98,7 +99,8 @@ def forward(
 
     Args:
         residual: "seq" splits the streams between blocks along the sequence over the tensor axes as well.
-        remat: compute each block again in the backward pass rather than keep its activations.
+        remat: compute each block again in the backward pass rather than keep its activations: all of it, or what a
+            policy says (`remat.py`).
         dtype: of the activations; None is that of the blocks' weights.
 
     Raises:
@@ -106,6 +108,7 @@ def forward(
     """
     layout.audit(declared, mesh)
     check_residual("flux2.forward", residual)
+    check_remat("flux2.forward", remat)
     run = Run(residual=residual, remat=remat, dtype=None if dtype is None else jnp.dtype(dtype))
     text_places = text_ids
 

@@ -28,6 +28,7 @@ from shardzoo.zoo.layers import (
 )
 from shardzoo.zoo.layout import Param
 from shardzoo.zoo.mesh import TP
+from shardzoo.zoo.remat import Remat, rematerialised
 from shardzoo.zoo.rope import Rotary
 from shardzoo.zoo.video_tokens import rotate_pairs, sinusoid
 
@@ -73,7 +74,7 @@ class Run:
     """How a model's `forward` runs; the options are explained there."""
 
     residual: Residual = "whole"
-    remat: bool = False
+    remat: Remat = False
     dtype: Any = None
 
 
@@ -340,7 +341,7 @@ def run_blocks(
     shares: Shares,
     *,
     shared: bool,
-    remat: bool,
+    remat: Remat,
 ) -> Float[Array, "batch part_seq embed"]:
     """The image's stream after all blocks.
 
@@ -361,8 +362,7 @@ def run_blocks(
         block = layout.gather_at_rest(block, declared.single)
         return block(x, rows[1] if shared else own, turn, mask, residual), None
 
-    if remat:
-        double, single = (jax.checkpoint(body, prevent_cse=False) for body in (double, single))
+    double, single = (rematerialised(body, remat) for body in (double, single))
     own = (None, None) if shared else rows
     streams, _ = lax.scan(double, streams, (model.double, own[0]))
     size = streams[0].shape[1]

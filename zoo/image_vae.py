@@ -39,6 +39,7 @@ from shardzoo.zoo.image_vae_layers import Decoder, Encoder
 from shardzoo.zoo.layers import Leaf
 from shardzoo.zoo.layout import Param
 from shardzoo.zoo.mesh import DATA
+from shardzoo.zoo.remat import Remat, check_remat
 
 Host = Array | np.ndarray  # what the public functions take
 HEIGHT = 2  # dim of an image
@@ -204,7 +205,7 @@ def encode(
     *,
     normalized: bool = True,
     dtype: Any = None,
-    remat: bool = False,
+    remat: Remat = False,
 ) -> Callable[[Autoencoder, Float[Host, "batch channels height width"]], Posterior]:
     """The pure function `f(model, images)`: the posterior of the latents of images in [-1, 1].
 
@@ -215,13 +216,15 @@ def encode(
     Args:
         normalized: in the units that transformers take (`normalize`).
         dtype: of the activations; None is that of the weights.
-        remat: compute each residual block again in the backward pass rather than keep its activations.
+        remat: compute each residual block again in the backward pass rather than keep its activations: all of it, or
+            what a policy says (`remat.py`).
 
     Raises:
         InputError: the mesh does not fit; from f: images of other channels or too small; normalised latents that do not
             make whole patches, where the model has statistics.
     """
     layout.audit(declared, mesh)
+    check_remat("image_vae.encode", remat)
     config = declared.config
     dtype = declared.decoder.conv_in.weight.dtype if dtype is None else dtype
 
@@ -267,7 +270,7 @@ def decode(
     normalized: bool = True,
     clamp: bool = True,
     dtype: Any = None,
-    remat: bool = False,
+    remat: Remat = False,
 ) -> Callable[[Autoencoder, Float[Host, "batch channels height width"]], Float[Array, "batch channels height width"]]:
     """The pure function `f(model, latents)`: the images [batch, channels, height, width] of latents.
 
@@ -283,6 +286,7 @@ def decode(
             patches, where the model has statistics.
     """
     layout.audit(declared, mesh)
+    check_remat("image_vae.decode", remat)
     config = declared.config
     dtype = declared.decoder.conv_in.weight.dtype if dtype is None else dtype
 

@@ -14,6 +14,7 @@ from shardzoo.zoo.conv import Conv2d, GroupNorm, Pointwise, attend_pixels, neare
 from shardzoo.zoo.image_vae_config import Config
 from shardzoo.zoo.layers import ColumnLinear
 from shardzoo.zoo.layout import Param
+from shardzoo.zoo.remat import Remat, rematerialised
 
 
 class ResidualBlock(eqx.Module):
@@ -84,7 +85,7 @@ class Middle(eqx.Module):
         return cls(block1=block, attn=PixelAttention.declare(channels, c.groups) if c.attention else None, block2=block)
 
     def __call__(
-        self, x: Float[Array, "batch rows width channels"], height: int, *, remat: bool
+        self, x: Float[Array, "batch rows width channels"], height: int, *, remat: Remat
     ) -> Float[Array, "batch rows width channels"]:
         for layer in (self.block1, self.attn, self.block2):
             x = x if layer is None else call(layer, x, height, remat=remat)
@@ -112,7 +113,7 @@ class Level(eqx.Module):
         )
 
     def __call__(
-        self, x: Float[Array, "batch rows width channels"], height: int, *, remat: bool
+        self, x: Float[Array, "batch rows width channels"], height: int, *, remat: Remat
     ) -> tuple[Float[Array, "batch out_rows out_width out"], int]:
         """What comes out, and its height."""
         for block in self.blocks:
@@ -124,9 +125,9 @@ class Level(eqx.Module):
         return self.change(x, height), height // 2
 
 
-def call(layer: Callable[[Array, int], Array], x: Array, height: int, *, remat: bool) -> Array:
-    """`layer(x, height)`; with `remat` its backward pass computes it again."""
-    return jax.checkpoint(lambda layer, x: layer(x, height))(layer, x) if remat else layer(x, height)
+def call(layer: Callable[[Array, int], Array], x: Array, height: int, *, remat: Remat) -> Array:
+    """`layer(x, height)`, of which the backward pass keeps what `remat` says."""
+    return rematerialised(lambda layer, x: layer(x, height), remat, scanned=False)(layer, x)
 
 
 class Encoder(eqx.Module):
@@ -154,7 +155,7 @@ class Encoder(eqx.Module):
         )
 
     def __call__(
-        self, x: Float[Array, "batch rows width channels"], height: int, *, remat: bool
+        self, x: Float[Array, "batch rows width channels"], height: int, *, remat: Remat
     ) -> Float[Array, "batch out_rows out_width moments"]:
         x = self.conv_in(x, height)
         for level in self.levels:
@@ -188,7 +189,7 @@ class Decoder(eqx.Module):
         )
 
     def __call__(
-        self, x: Float[Array, "batch rows width channels"], height: int, *, remat: bool
+        self, x: Float[Array, "batch rows width channels"], height: int, *, remat: Remat
     ) -> Float[Array, "batch out_rows out_width pixels"]:
         x = self.middle(self.conv_in(x, height), height, remat=remat)
         for level in self.levels:

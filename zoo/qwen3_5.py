@@ -42,6 +42,7 @@ from shardzoo.zoo.layers import (
 )
 from shardzoo.zoo.layout import Param
 from shardzoo.zoo.mesh import CONTEXT, DATA, KV, TP
+from shardzoo.zoo.remat import Remat, check_remat, rematerialised
 from shardzoo.zoo.rope import Rope, Rotary, frequencies, rotate
 
 AXES = 3  # of the position of a token: time, row, column
@@ -280,7 +281,7 @@ class Run:
     """How `forward` runs; the options are explained there."""
 
     residual: Residual = "whole"
-    remat: bool = False
+    remat: Remat = False
     dtype: Any = None
 
 
@@ -306,7 +307,7 @@ def forward(
     mesh: Mesh | AbstractMesh,
     *,
     residual: Residual = "whole",
-    remat: bool = False,
+    remat: Remat = False,
     dtype: Any = None,
 ) -> Forward:
     """The pure function `f(model, tokens, *, lengths, mask, positions, features, places)`: to be jitted.
@@ -326,7 +327,8 @@ def forward(
 
     Args:
         residual: "seq" splits the stream between layers along the sequence over the tensor axes as well.
-        remat: compute each layer again in the backward pass rather than keep its activations.
+        remat: compute each layer again in the backward pass rather than keep its activations: all of it, or what a
+            policy says (`remat.py`).
         dtype: of the activations; None is that of the weights. Decays and states are float32 whatever it is.
 
     Raises:
@@ -334,6 +336,7 @@ def forward(
     """
     layout.audit(declared, mesh)
     check_residual("qwen3_5.forward", residual)
+    check_remat("qwen3_5.forward", remat)
     run = Run(residual=residual, remat=remat, dtype=None if dtype is None else jnp.dtype(dtype))
     sequence = {name: P(DATA, CONTEXT) for name in ("tokens", "mask", "positions", "places")}
     split = {**sequence, "lengths": P(DATA), "features": P()}
@@ -413,8 +416,7 @@ def _forward(
         attended = attention(q, kv, causal=True, lengths=lengths, key_mask=mask)
         return block.finish(x, block.mixer.finish(attended, gate, run.residual), run.residual)
 
-    if run.remat:
-        delta, attend = (jax.checkpoint(f, prevent_cse=False) for f in (delta, attend))
+    delta, attend = (rematerialised(f, run.remat) for f in (delta, attend))
 
     def super_block(x, blocks):
         deltas, attn = blocks

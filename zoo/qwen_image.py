@@ -25,6 +25,7 @@ from shardzoo.zoo.joint_streams import Shares, everywhere, positions_rotary
 from shardzoo.zoo.layers import Residual, check_residual, pad
 from shardzoo.zoo.mesh import CONTEXT, DATA, TP
 from shardzoo.zoo.qwen_image_model import KINDS, Config, QwenImage
+from shardzoo.zoo.remat import Remat, check_remat, rematerialised
 
 Host = Array | np.ndarray
 Grids = tuple[tuple[int, int, int], ...]  # frames, rows and columns of tokens of each image
@@ -77,7 +78,7 @@ def forward(
     mesh: Mesh | AbstractMesh,
     *,
     residual: Residual = "whole",
-    remat: bool = False,
+    remat: Remat = False,
     dtype: Any = None,
 ) -> Forward:
     """The pure function `f(model, image, text, timesteps, *, grids, text_mask, kinds)`: to be jitted.
@@ -98,7 +99,8 @@ def forward(
 
     Args:
         residual: "seq" splits the streams between blocks along the sequence over the tensor axes as well.
-        remat: compute each block again in the backward pass rather than keep its activations.
+        remat: compute each block again in the backward pass rather than keep its activations: all of it, or what a
+            policy says (`remat.py`).
         dtype: of the activations; None is that of the blocks' weights.
 
     Raises:
@@ -106,6 +108,7 @@ def forward(
     """
     layout.audit(declared, mesh)
     check_residual("qwen_image.forward", residual)
+    check_remat("qwen_image.forward", remat)
     run = Run(residual=residual, remat=remat, dtype=None if dtype is None else jnp.dtype(dtype))
 
     @jaxtyped(typechecker=beartype)
@@ -179,7 +182,7 @@ def _forward(
         rows = text_rows, image_rows if reference is None else by_token(image_rows, reference)
         return block(streams, rows, turns, valid, run.residual), None
 
-    body = jax.checkpoint(body, prevent_cse=False) if run.remat else body
+    body = rematerialised(body, run.remat)
     streams, _ = lax.scan(body, streams, (model.double, (text_rows, image_rows)))
     return shares.whole(model.head(streams[1], head_rows), image.shape[1])
 

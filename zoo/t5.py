@@ -45,6 +45,7 @@ from shardzoo.zoo.layers import (
 )
 from shardzoo.zoo.layout import Param
 from shardzoo.zoo.mesh import CONTEXT, DATA, TP
+from shardzoo.zoo.remat import Remat, check_remat, rematerialised
 
 Host = Array | np.ndarray  # what the public functions take
 
@@ -225,7 +226,7 @@ class Run:
     """How `forward` runs; the options are explained there."""
 
     residual: Residual
-    remat: bool
+    remat: Remat
     dtype: Any
     zero_padding: bool
     in_place: bool
@@ -251,7 +252,7 @@ def forward(
     *,
     zero_padded_to: int | None = None,
     residual: Residual = "whole",
-    remat: bool = False,
+    remat: Remat = False,
     dtype: Any = None,
     in_place: bool = False,
 ) -> Forward:
@@ -271,7 +272,8 @@ def forward(
         zero_padded_to: what Wan's transformer takes: results on padding are zero, and zeros follow until the sequence
             has this length (512 for Wan).
         residual: "seq" splits the stream between blocks along the sequence over the tensor axes as well.
-        remat: compute each block again in the backward pass rather than keep its activations.
+        remat: compute each block again in the backward pass rather than keep its activations: all of it, or what a
+            policy says (`remat.py`).
         dtype: of the activations; None is that of the weights.
         in_place: read the weights where they lie, without a gradient: faster on a CPU in 16-bit floats (`in_place.py`).
 
@@ -281,6 +283,7 @@ def forward(
     """
     layout.audit(declared, mesh)
     check_residual("t5.forward", residual)
+    check_remat("t5.forward", remat)
     run = Run(
         residual=residual,
         remat=remat,
@@ -353,7 +356,7 @@ def _forward(
         bias = block.bias(buckets) if shared is None else shared
         return block(x, bias, lengths, mask, run.residual), None
 
-    body = jax.checkpoint(body, prevent_cse=False) if run.remat else body
+    body = rematerialised(body, run.remat)
     x, _ = lax.scan(body, x, (None if run.in_place else model.blocks, jnp.arange(config.layers)))
     x = norm(x)
     return _zero_padding(x, ids.shape[1], lengths, mask, run.residual) if run.zero_padding else x

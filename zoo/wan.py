@@ -24,6 +24,7 @@ from shardzoo.zoo.attention import attention
 from shardzoo.zoo.families import Family, TraceSizes, register
 from shardzoo.zoo.layers import SEQ, Residual, own_share, pad
 from shardzoo.zoo.mesh import CONTEXT, DATA, TP
+from shardzoo.zoo.remat import Remat, check_remat, rematerialised
 from shardzoo.zoo.video_tokens import Sizes, grid_of, grid_rotary, join_patches, patches
 from shardzoo.zoo.wan_model import Config, Context, Host, Modulation, Timesteps, Wan
 
@@ -43,7 +44,7 @@ class Run:
     """How `forward` runs; the options are explained there."""
 
     residual: Residual = "whole"
-    remat: bool = False
+    remat: Remat = False
     dtype: Any = None
     chunk: int = CHUNK
 
@@ -72,7 +73,7 @@ def forward(
     mesh: Mesh | AbstractMesh,
     *,
     residual: Residual = "whole",
-    remat: bool = False,
+    remat: Remat = False,
     dtype: Any = None,
     chunk: int = CHUNK,
 ) -> Forward:
@@ -95,7 +96,8 @@ def forward(
 
     Args:
         residual: "seq" splits the stream between blocks along the sequence over the tensor axes as well.
-        remat: compute each block again in the backward pass rather than keep its activations.
+        remat: compute each block again in the backward pass rather than keep its activations: all of it, or what a
+            policy says (`remat.py`).
         dtype: of the activations; None is that of the blocks' weights.
         chunk: most tokens that a device works on at once outside the attention among them: bounds its memory.
 
@@ -104,6 +106,7 @@ def forward(
     """
     layout.audit(declared, mesh)
     problems = [] if residual in ("whole", "seq") else [f"residual={residual!r} is unknown: use 'whole' or 'seq'"]
+    check_remat("wan.forward", remat)
     problems += [] if chunk >= 1 else [f"chunk={chunk} is not at least 1: change it"]
     fail_if(problems, "wan.forward")
     residual = residual if math.prod(mesh.shape[axis] for axis in TP) > 1 else "whole"  # one device: they are the same
@@ -291,7 +294,7 @@ def _forward(
         attended = attention(q, jnp.stack([k, v], axis=2), lengths=lengths)
         return split.update_chunks(finish, x, attended.reshape(*attended.shape[:2], -1), modulation.along), None
 
-    body = jax.checkpoint(body, prevent_cse=False) if run.remat else body
+    body = rematerialised(body, run.remat)
     x, _ = lax.scan(body, x, (model.blocks, context))
     return join_patches(split.join(model.head(x, modulation))[:, :tokens], grid, config.patch)
 

@@ -36,6 +36,7 @@ from shardzoo.zoo import layout
 from shardzoo.zoo.conv import SPLIT, Pointwise, on_mesh, pad_to_mesh
 from shardzoo.zoo.families import Family, TraceSizes, register
 from shardzoo.zoo.mesh import DATA
+from shardzoo.zoo.remat import Remat, check_remat, rematerialised
 from shardzoo.zoo.wan_vae_config import PRESETS, Config
 from shardzoo.zoo.wan_vae_layers import Cache, Decoder, Encoder
 
@@ -110,7 +111,7 @@ class Direction:
         multiple: rows that must stay on one device together.
         height: rows that go in -> rows that come out.
         dtype: of the activations; None is that of the weights.
-        remat: whether the backward pass computes each step again.
+        remat: what the backward pass computes again of each step.
     """
 
     name: str
@@ -121,10 +122,10 @@ class Direction:
     multiple: int
     height: Callable[[int], int]
     dtype: Any
-    remat: bool
+    remat: Remat
 
 
-def _encoding(config: Config, *, normalized: bool, dtype: Any, remat: bool) -> Direction:
+def _encoding(config: Config, *, normalized: bool, dtype: Any, remat: Remat) -> Direction:
     def step(model: Autoencoder, video: Array, height: int, cache: Cache) -> tuple[Array, Cache]:
         moments, cache = model.encoder(to_patches(video, config.patch), height // config.patch, cache)
         moments = jnp.moveaxis(model.quant(moments), -1, 1)
@@ -149,7 +150,7 @@ def _encoding(config: Config, *, normalized: bool, dtype: Any, remat: bool) -> D
     )
 
 
-def _decoding(config: Config, *, normalized: bool, clamp: bool, dtype: Any, remat: bool) -> Direction:
+def _decoding(config: Config, *, normalized: bool, clamp: bool, dtype: Any, remat: Remat) -> Direction:
     def step(model: Autoencoder, latents: Array, height: int, cache: Cache) -> tuple[Array, Cache]:
         if normalized:
             mean, std = statistics(config)
@@ -180,7 +181,7 @@ def over_time(
     The carry holds the result and the caches; each step writes its frames into the result, so that no array but the
     result grows with the number of frames.
     """
-    step = jax.checkpoint(way.step, static_argnums=2) if way.remat else way.step
+    step = rematerialised(way.step, way.remat, scanned=False, static_argnums=2)
     out, cache = step(model, video[:, :, :1], rows, None)
     pieces = (video.shape[FRAMES] - 1) // way.piece
     if not pieces:
@@ -272,6 +273,7 @@ class Stream:
 
 def _whole(way: Direction, declared: Autoencoder, mesh: Mesh | AbstractMesh) -> Callable[[Autoencoder, Video], Array]:
     layout.audit(declared, mesh)
+    check_remat(way.name, way.remat)
 
     def f(model: Autoencoder, video: Video) -> Array:
         _check(way, declared.config, video)
@@ -309,7 +311,7 @@ def encode(
     *,
     normalized: bool = True,
     dtype: Any = None,
-    remat: bool = False,
+    remat: Remat = False,
 ) -> Callable[[Autoencoder, Video], Posterior]:
     """The pure function `f(model, video)`: the posterior of the latents of a video of 1 + 4k frames in [-1, 1].
 
@@ -320,7 +322,8 @@ def encode(
     Args:
         normalized: in units of the config's statistics, as the transformers take latents.
         dtype: of the activations; None is that of the weights.
-        remat: compute each step again in the backward pass rather than keep its activations.
+        remat: compute each step again in the backward pass rather than keep its activations: all of it, or what a
+            policy says (`remat.py`).
 
     Raises:
         InputError: the mesh does not fit; from f: sizes that the autoencoder does not take.
@@ -341,7 +344,7 @@ def decode(
     normalized: bool = True,
     clamp: bool = True,
     dtype: Any = None,
-    remat: bool = False,
+    remat: Remat = False,
 ) -> Callable[[Autoencoder, Video], Array]:
     """The pure function `f(model, latents)`: the video [batch, channels, frames, height, width] of latents.
 
