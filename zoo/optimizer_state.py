@@ -12,7 +12,7 @@ are whole on every device.
 import dataclasses
 import fnmatch
 from collections.abc import Iterable
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
@@ -23,6 +23,7 @@ from shardzoo.zoo.layout import Param, abstract, named
 Tree = TypeVar("Tree")
 
 
+@runtime_checkable
 class Optimizer(Protocol):
     """What is asked of an optimizer: `optax.GradientTransformation` is one."""
 
