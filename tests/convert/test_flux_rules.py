@@ -8,19 +8,14 @@ import pytest
 import torch
 from diffusers import FluxTransformer2DModel
 from hollow import write_hollow
-from safetensors.numpy import load_file, save_file
 from torch_flux import SIZES, build, values
 from torch_values import arrays
+from weight_files import both_layouts_come_back, each_is_written_from_the_other, taken_once, write
 
-from shardzoo import checkpoints
 from shardzoo.convert.convert import convert, plan_conversion
-from shardzoo.convert.export import export
 from shardzoo.convert.families.flux import FAMILY, read_config, write_config
-from shardzoo.convert.rules import gaps
-from shardzoo.convert.verify import verify
 from shardzoo.errors import InputError
 from shardzoo.zoo import flux
-from shardzoo.zoo import layout as zoo_layout
 
 # name -> tensors and parameters, as published, in the layout of diffusers
 PUBLISHED = {"flux1-dev": (1160, 11_901_408_320), "flux1-schnell": (1156, 11_891_178_560)}
@@ -119,12 +114,7 @@ def test_published_tensor_lists_are_matched(tmp_path, name, layout):
     assert sum(map(math.prod, keys.values())) == parameters and (layout == "original" or len(keys) == count)
     plan = plan_conversion(write_hollow(tmp_path, keys, write_config(config, layout)))
     assert (plan.layout, plan.config) == (layout, config) and not plan.carried and not plan.skipped
-    pieces = [piece for leaf in plan.leaves.values() for piece in leaf.pieces]
-    taken = dict.fromkeys(keys, 0)
-    for piece in pieces:
-        taken[piece.source] += math.prod(b - a for a, b in piece.take)
-    assert taken == {key: math.prod(shape) for key, shape in keys.items()}
-    assert gaps(pieces, zoo_layout.named(plan.declared)) == []
+    taken_once(plan, keys)
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["dev", "schnell"])
@@ -134,54 +124,20 @@ def tiny(request):
     return named, {"_class_name": "FluxTransformer2DModel", **saved}, config
 
 
-def write(folder, named, config=None):
-    folder.mkdir()
-    save_file(named, folder / ("diffusion_pytorch_model.safetensors" if config else "flux1.safetensors"))
-    if config is not None:
-        (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
-def loaded(folder):
-    return {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
-
-
-def same(one, other):
-    assert one.keys() == other.keys()
-    assert all(a.dtype == other[k].dtype and a.tobytes() == other[k].tobytes() for k, a in one.items())
-
-
 @pytest.mark.parametrize("prefix", ["", "model.diffusion_model."])
 def test_both_layouts_are_one_model_and_come_back_bit_for_bit(tmp_path, tiny, prefix):
     named, saved, config = tiny
     original = {prefix + k: v for k, v in as_original(named, config).items()}
-    theirs = write(tmp_path / "diffusers", named, saved)
-    packed = write(tmp_path / "original", original)
-    convert(theirs, tmp_path / "a", sync=False)
-    convert(packed, tmp_path / "b", config=theirs / "config.json", sync=False)
-    verify(tmp_path / "a", theirs)
     want = values({k: v.astype(np.float32) for k, v in named.items()}, config)
-    for name in "ab":
-        ckpt = checkpoints.open(tmp_path / name)
-        assert ckpt.config == config
-        assert all(np.array_equal(ckpt.read(path).astype(np.float32), value) for path, value in want.items())
-    export(tmp_path / "a", tmp_path / "a-out")
-    export(tmp_path / "b", tmp_path / "b-out")
-    same(loaded(tmp_path / "a-out"), named)
-    same(loaded(tmp_path / "b-out"), original)
-    assert json.loads((tmp_path / "a-out/config.json").read_text()) == json.loads((theirs / "config.json").read_text())
+    both_layouts_come_back(tmp_path, write(tmp_path / "diffusers", named, saved), original, want, config)
 
 
 def test_each_layout_is_written_from_the_other(tmp_path, tiny):
     named, saved, config = tiny
-    theirs = write(tmp_path / "diffusers", named, saved)
-    convert(theirs, tmp_path / "a", sync=False)
-    export(tmp_path / "a", tmp_path / "original", layout="original")
-    same(loaded(tmp_path / "original"), as_original(named, config))
-    convert(tmp_path / "original", tmp_path / "b", config=theirs / "config.json", sync=False)
-    export(tmp_path / "b", tmp_path / "again", layout="diffusers")
-    same(loaded(tmp_path / "again"), named)
-    assert read_config(json.loads((tmp_path / "again/config.json").read_text()), {}) == config
+    source = write(tmp_path / "diffusers", named, saved)
+    original, its_config = as_original(named, config), source / "config.json"
+    again = each_is_written_from_the_other(tmp_path, source, original, "original", config=its_config)
+    assert read_config(json.loads((again / "config.json").read_text()), {}) == config
 
 
 def test_tensors_that_do_not_tell_the_sizes_are_refused(tmp_path, tiny):
