@@ -3,6 +3,7 @@
 import dataclasses as dc
 import functools
 import json
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from shardzoo.checkpoints import store
 from shardzoo.checkpoints.forms import as_stored
 from shardzoo.checkpoints.grid import Block
 from shardzoo.checkpoints.manifest import ASSETS, FORMAT, Json, Leaf, Manifest, decode, sha256, version_problem
-from shardzoo.checkpoints.orbax_layout import CHECKPOINT_METADATA, MANIFEST_FILE, STAGING_SUFFIX
+from shardzoo.checkpoints.orbax_layout import CHECKPOINT_METADATA, DIGEST_FILE, MANIFEST_FILE, STAGING_SUFFIX
 from shardzoo.errors import InputError, fail_if
 from shardzoo.zoo.families import Family, config_from_json, find_family
 from shardzoo.zoo.layout import fill, named
@@ -104,26 +105,48 @@ def damage(path: str, error: Exception) -> InputError:
 
 
 def open(path: str | Path) -> Checkpoint:
-    """Opens a checkpoint; reads its manifest and nothing else.
+    """Opens a checkpoint; reads its manifest and nothing else. Of a training run's folder, its last step.
 
     Raises:
         InputError: no checkpoint, an unfinished one, one that shardzoo did not write, one of a newer version, or a
             manifest that is damaged.
     """
     root = Path(path)
+    if steps := finished_steps(root):
+        root = root / str(steps[-1])
     _check_is_checkpoint(root)
     custom = _custom_metadata(root / CHECKPOINT_METADATA)
     try:
         data = (root / MANIFEST_FILE).read_bytes()
     except OSError as error:
         raise InputError(f"{root / MANIFEST_FILE}: cannot be read ({error.strerror})") from error
-    if sha256(data) != custom.get("manifest_sha256"):
+    if sha256(data) != (_digest_beside(root) if custom.get("training") else custom.get("manifest_sha256")):
         raise InputError(f"{root / MANIFEST_FILE}: is damaged (its sha256 is not the one in {CHECKPOINT_METADATA}):"
                          " get the checkpoint again")  # fmt: skip
     manifest = decode(data, str(root / MANIFEST_FILE))
     if custom.get("family") != manifest.header.family:
         raise InputError(f"{root / CHECKPOINT_METADATA}: is damaged (family is not the manifest's)")
     return Checkpoint(root, manifest)
+
+
+def finished_steps(folder: Path) -> list[int]:
+    """The steps that a training run has saved in its folder, in order; empty where it is no such folder.
+
+    A step's folder gets its plain number for a name once everything in it is written.
+    """
+    try:
+        names = [name for name in os.listdir(folder) if name.isascii() and name.isdecimal()]
+    except OSError:
+        return []
+    return sorted(int(n) for n in names if str(int(n)) == n and (folder / n / CHECKPOINT_METADATA).exists())
+
+
+def _digest_beside(root: Path) -> str:
+    """The manifest's digest in a training checkpoint, where Orbax writes the rest before the manifest is known."""
+    try:
+        return (root / DIGEST_FILE).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{root / DIGEST_FILE}: cannot be read ({error}): get the checkpoint again") from error
 
 
 def _check_is_checkpoint(root: Path) -> None:

@@ -4,6 +4,7 @@ Values travel through JAX's coordination service, not through device collectives
 ends in an error on the others after `timeout` seconds and never in a hang.
 """
 
+import collections
 import contextlib
 import itertools
 import json
@@ -20,7 +21,7 @@ from shardzoo.errors import InputError
 TIMEOUT = 600.0  # seconds to wait for other processes
 _RELAY = 10.0  # seconds more for the first process to tell the others who was late
 _LINE = 2.0  # seconds that a connection has to say which process it is
-_rounds = itertools.count()
+_rounds: dict[str, itertools.count] = collections.defaultdict(itertools.count)  # of each lane
 
 
 class ProcessTimeout(RuntimeError):
@@ -28,7 +29,13 @@ class ProcessTimeout(RuntimeError):
 
 
 def initialize(
-    coordinator: str, processes: int, process: int, *, timeout: float = 300.0, shutdown_timeout: float = 30.0
+    coordinator: str,
+    processes: int,
+    process: int,
+    *,
+    timeout: float = 300.0,
+    shutdown_timeout: float = 30.0,
+    heartbeat_timeout: float = 100.0,
 ) -> None:
     """Joins `processes` processes into one JAX program, on CPU with gloo collectives; before any other use of JAX.
 
@@ -36,6 +43,7 @@ def initialize(
         coordinator: "host:port" of process 0, reachable from all.
         timeout: seconds to wait for the others.
         shutdown_timeout: seconds that a process waits for the others at its end.
+        heartbeat_timeout: seconds after which JAX ends all processes because one of them gives no sign of life.
 
     Raises:
         InputError: numbers or an address that do not fit together.
@@ -57,6 +65,7 @@ def initialize(
         process_id=process,
         initialization_timeout=max(1, round(timeout)),
         shutdown_timeout_seconds=max(1, round(shutdown_timeout)),
+        heartbeat_timeout_seconds=max(1, round(heartbeat_timeout)),
     )
 
 
@@ -120,8 +129,10 @@ def _start_timeout(where: str, late: list[int], processes: int | None, timeout: 
     )
 
 
-def share(what: str, value: Any, *, timeout: float = TIMEOUT) -> list[Any]:
+def share(what: str, value: Any, *, timeout: float | int = TIMEOUT, lane: str = "main") -> list[Any]:
     """Every process's JSON `value`, in process order, on every process; all call this in the same order.
+
+    Threads that share beside each other, as a save in the background does, each have a `lane` with an order of its own.
 
     Raises:
         ProcessTimeout: a process did not arrive within `timeout` seconds; every other one is told which.
@@ -129,12 +140,15 @@ def share(what: str, value: Any, *, timeout: float = TIMEOUT) -> list[Any]:
     count, me = jax.process_count(), jax.process_index()
     if count == 1:
         return [value]
-    key = f"shardzoo/{next(_rounds)}/{what}"
+    number = next(_rounds[lane])
+    key = f"shardzoo/{lane}/{number}/{what}"
     client = _service.global_state.client
     assert client is not None  # there are several processes, so this one has joined them
     if me == 0:
         got, late = _collect(client, key, value, count, timeout)
         client.key_value_set(f"{key}/all", json.dumps({"values": got, "late": late}))
+        if number and not late:  # all have come here, so none reads the round before any more
+            client.key_value_delete(f"shardzoo/{lane}/{number - 1}/")
     else:
         client.key_value_set(f"{key}/{me}", json.dumps(value))
         answer = _get(client, f"{key}/all", timeout + _RELAY)
@@ -177,14 +191,14 @@ def _timeout(what: str, late: list[int], timeout: float) -> ProcessTimeout:
     )
 
 
-def agree(what: str, problem: str | None, *, timeout: float = TIMEOUT) -> None:
+def agree(what: str, problem: str | None, *, timeout: float | int = TIMEOUT, lane: str = "main") -> None:
     """Waits for all processes and fails on every one if any has a problem.
 
     Raises:
         InputError: what went wrong, on which processes.
         ProcessTimeout: a process did not arrive in time.
     """
-    found = {p: text for p, text in enumerate(share(what, problem, timeout=timeout)) if text}
+    found = {p: text for p, text in enumerate(share(what, problem, timeout=timeout, lane=lane)) if text}
     if not found:
         return
     if jax.process_count() == 1:
@@ -194,7 +208,7 @@ def agree(what: str, problem: str | None, *, timeout: float = TIMEOUT) -> None:
     raise InputError("\n  ".join([f"{what}:", *lines]))
 
 
-def barrier(what: str, *, timeout: float = TIMEOUT) -> None:
+def barrier(what: str, *, timeout: float | int = TIMEOUT) -> None:
     """Waits until every process has come here.
 
     Raises:

@@ -20,7 +20,7 @@ from shardzoo.strict_json import parse_object
 
 FORMAT = "shardzoo"
 VERSION = 1
-PARAMS, CARRIED, MANIFEST = "params", "carried", "manifest"
+PARAMS, CARRIED, OPT_STATE, MANIFEST = "params", "carried", "opt_state", "manifest"
 ASSETS = "manifest/assets"  # inside an item, for Orbax takes every folder at the top for an item
 KINDS = ("safetensors", "pt-zip", "pt-legacy")
 INTEGERS = ("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "int2", "int4")
@@ -142,6 +142,8 @@ class Manifest:
         carried: source tensors that the model does not run, by source key.
         files: every file but the manifest itself and the two markers, by path.
         producer: name and version of what wrote it.
+        opt_state: of a training checkpoint, the leaves of the optimizer's state by path.
+        training: of a training checkpoint, everything else (`training_state.about`): step, data position, key, mesh.
     """
 
     header: ManifestHeader
@@ -149,23 +151,30 @@ class Manifest:
     carried: Mapping[str, Leaf]
     files: Mapping[str, FileEntry]
     producer: str
+    opt_state: Mapping[str, Leaf] = dc.field(default_factory=dict)
+    training: Json | None = None
 
     @property
     def total_bytes(self) -> int:
         return sum(entry.size for entry in self.files.values())
 
     def leaf(self, path: str) -> Leaf:
-        """A leaf by parameter path, or by `carried/<source key>`."""
-        key = path.removeprefix(CARRIED + "/")
-        return self.carried[key] if key != path else self.leaves[path]
+        """A leaf by parameter path, or by `carried/<source key>` or `opt_state/<path>`."""
+        for item, leaves in ((CARRIED, self.carried), (OPT_STATE, self.opt_state)):
+            if path.startswith(item + "/"):
+                return leaves[path.removeprefix(item + "/")]
+        return self.leaves[path]
 
     def all_leaves(self) -> dict[str, Leaf]:
-        return {**self.leaves, **{f"{CARRIED}/{key}": leaf for key, leaf in self.carried.items()}}
+        aside = {f"{CARRIED}/{key}": leaf for key, leaf in self.carried.items()}
+        return {**self.leaves, **aside, **{f"{OPT_STATE}/{p}": leaf for p, leaf in self.opt_state.items()}}
 
     def to_json(self) -> Json:
         header = dc.asdict(self.header)
         header["config_sha256"] = sha256(canonical(self.header.config))
+        trained = {"opt_state": {path: _leaf_json(leaf) for path, leaf in self.opt_state.items()}}
         return {
+            **(trained | {"training": self.training} if self.training is not None else {}),
             "format": FORMAT,
             "version": VERSION,
             "producer": self.producer,
@@ -240,6 +249,7 @@ TOP = {
     "format": (str,), "version": (int,), "producer": (str,), "family": (str,), "config": (dict,),
     "config_sha256": (str,), "component": (str,), "sources": (list,), "skipped": (list,),
     "aliases": (dict,), "detail": (dict,), "leaves": (dict,), "carried": (dict,), "files": (dict,),
+    "opt_state": (dict, NONE), "training": (dict, NONE),
 }  # fmt: skip
 SOURCE = {
     "name": (str,), "kind": (str,), "size": (int,), "sha256": (str, NONE), "header": (str, NONE), "detail": (dict,),
@@ -273,8 +283,11 @@ def decode(data: bytes, where: str) -> Manifest:
     )  # fmt: skip
     leaves = {p: leaf for p, v in top["leaves"].items() if (leaf := _leaf(r, p, v, PARAMS))}
     carried = {p: leaf for p, v in top["carried"].items() if (leaf := _leaf(r, f"{CARRIED}/{p}", v, CARRIED))}
+    trained = top["opt_state"] or {}
+    state = {p: leaf for p, v in trained.items() if (leaf := _leaf(r, f"{OPT_STATE}/{p}", v, OPT_STATE))}
     files = {p: f for p, v in top["files"].items() if (f := _file(r, p, v))}
-    manifest = Manifest(header=header, leaves=leaves, carried=carried, files=files, producer=top["producer"])
+    manifest = Manifest(header=header, leaves=leaves, carried=carried, files=files, producer=top["producer"],
+                        opt_state=state, training=top["training"])  # fmt: skip
     r.problems += _file_problems(manifest)
     fail_if(r.problems, f"{where}: not a manifest")
     return manifest
@@ -342,7 +355,7 @@ def _leaf(r: _Reader, path: str, record: Any, item: str) -> Leaf | None:
             f"{path}: dims {f['dims']!r} do not name the {len(f['shape'])} sizes once each")  # fmt: skip
     r.check(f["dtype"] in STORED, f"{path}: dtype={f['dtype']!r} is not a stored dtype")
     r.check(
-        f["folder"] == f"{item}/{path}" or (item == CARRIED and is_below(f["folder"])),
+        f["folder"] == (path if item == OPT_STATE else f"{item}/{path}") or (item == CARRIED and is_below(f["folder"])),
         f"{path}: wrong folder",
     )
     r.check(_is_hex(f["checksum"], 16), f"{path}: checksum is not 16 hexadecimal digits")

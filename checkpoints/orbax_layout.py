@@ -10,6 +10,7 @@ from shardzoo.checkpoints.manifest import (
     CARRIED,
     FORMAT,
     MANIFEST,
+    OPT_STATE,
     PARAMS,
     VERSION,
     Json,
@@ -21,6 +22,7 @@ from shardzoo.checkpoints.manifest import (
 CHECKPOINT_METADATA = "_CHECKPOINT_METADATA"
 ITEM_METADATA = "_METADATA"
 MANIFEST_FILE = f"{MANIFEST}/metadata"  # the one name that both Orbax APIs read
+DIGEST_FILE = f"{MANIFEST}/sha256"  # of the manifest, in a training checkpoint, whose other metadata Orbax writes
 MARKERS = {"orbax.checkpoint": b"", "commit_success.txt": b"ok\n"}
 STAGING_SUFFIX = ".orbax-checkpoint-tmp"  # what Orbax does not take for a checkpoint
 _HANDLERS = "orbax.checkpoint.experimental.v1._src.handlers."
@@ -106,7 +108,7 @@ def zarr_bytes(spec: LeafSpec, grid: Grid) -> bytes:
 
 def leaf_names(manifest: Manifest) -> dict[str, list[str]]:
     """Item -> the names of its leaves as Orbax sees them."""
-    items = {PARAMS: manifest.leaves, CARRIED: manifest.carried}
+    items = {PARAMS: manifest.leaves, CARRIED: manifest.carried, OPT_STATE: manifest.opt_state}
     return {item: [leaf.folder.removeprefix(item + "/") for leaf in leaves.values()] for item, leaves in items.items()}
 
 

@@ -85,7 +85,7 @@ def restore(
     stored = {p: q.dtype if p in made else ckpt.leaf(p).spec.dtype for p, q in chosen.items()}
     target = {p: stored[p] if p in made or q.fixed else _target_dtype(stored[p], dtype) for p, q in chosen.items()}
     read_as = stored if verify else target
-    _check_wide(read_as)
+    check_wide(read_as)
     problem, live = None, {}
     with jax.set_mesh(None):  # work on single devices is refused under the caller's mesh
         try:
@@ -93,7 +93,7 @@ def restore(
                 {p: q.shape for p, q in chosen.items()},
                 {p: q.sharding(mesh) for p, q in chosen.items()},
             )
-            live = _read_leaves(ckpt, shapes, shardings, read_as, budget, made)
+            live = read_leaves(ckpt, shapes, shardings, read_as, budget, made)
         except InputError as error:
             problem = str(error)
         finally:
@@ -126,7 +126,9 @@ def _quantized(ckpt: Checkpoint, declared: Any, kind: str, dtype: Any) -> Any:
     return quantization.declare(declared if dtype is None else astype(declared, dtype), kind)
 
 
-def tree_problems(declared: Any, leaves: Mapping[str, Leaf], *, dtypes: bool, part: bool = False) -> list[str]:
+def tree_problems(
+    declared: Any, leaves: Mapping[str, Leaf], *, dtypes: bool, part: bool = False, cast: str = "pass dtype= to cast"
+) -> list[str]:
     """Every way in which stored leaves are not those of a declaration, which may be of a `part` of the model."""
     params = named(declared)
     problems = [f"{p}: declared, but not in the checkpoint" for p in params if p not in leaves]
@@ -142,7 +144,7 @@ def tree_problems(declared: Any, leaves: Mapping[str, Leaf], *, dtypes: bool, pa
         elif spec.dims != param.names:
             problems.append(f"{path}: stored with dims {' '.join(spec.dims)!r}, declared {param.dims!r}")
         if dtypes and spec.dtype != param.dtype:
-            problems.append(f"{path}: stored as {spec.dtype.name}, declared {param.dtype.name}: pass dtype= to cast")
+            problems.append(f"{path}: stored as {spec.dtype.name}, declared {param.dtype.name}: {cast}")
     return problems
 
 
@@ -161,7 +163,7 @@ def _target_dtype(stored: np.dtype, wanted: Any) -> np.dtype:
     return np.dtype(wanted) if wanted is not None and jnp.issubdtype(stored, jnp.floating) else stored
 
 
-def _check_wide(dtypes: Mapping[str, np.dtype]) -> None:
+def check_wide(dtypes: Mapping[str, np.dtype]) -> None:
     """Refuses dtypes that JAX would narrow unasked."""
     wide = [f"{p}: {d.name}" for p, d in dtypes.items() if jax.dtypes.canonicalize_dtype(d) != d]
     fail_if(wide, "restore: JAX holds these in 32 bits unless jax_enable_x64 is set: set it, or pass dtype=")
@@ -198,7 +200,7 @@ class _Reading:
         return self.host
 
 
-def _read_leaves(
+def read_leaves(
     ckpt: Checkpoint,
     shapes: Mapping[str, tuple[int, ...]],
     shardings: Mapping[str, NamedSharding],

@@ -20,7 +20,7 @@ from shardzoo.checkpoints import distributed, sums
 from shardzoo.checkpoints.checkpoint import Checkpoint
 from shardzoo.checkpoints.forms import whole_path
 from shardzoo.checkpoints.grid import Block, Grid, LeafSpec
-from shardzoo.checkpoints.manifest import Json, ManifestHeader, sha256
+from shardzoo.checkpoints.manifest import ASSETS, Json, ManifestHeader, sha256
 from shardzoo.checkpoints.staging import Staging, store_assets
 from shardzoo.checkpoints.store import LeafWriter, storage_error
 from shardzoo.checkpoints.writer import (
@@ -73,8 +73,8 @@ def save(
         distributed.ProcessTimeout: a process died or fell behind.
     """
     dst = Path(path)
-    leaves = _live_leaves(model, declared)
-    header = header or _header(model, declared, source)
+    leaves = live_leaves(model, declared)
+    header = header or header_of(model, declared, source)
     aside = source.manifest.carried if source else {}
     placed = _place(leaves, declared, {key: leaf.spec for key, leaf in aside.items()})
     token = distributed.share("save", uuid.uuid4().hex, timeout=timeout)[0]
@@ -90,7 +90,7 @@ def save(
         distributed.agree(f"save {dst}", problem, timeout=timeout)
         problem = None
         if staging:
-            finished, problem = _put_together(placed, parts, provenance_of(source))
+            finished, problem = put_together(placed, parts, provenance_of(source))
             problem = problem or _publish(staging, placed, finished, header, _assets(source, assets), sync)
         distributed.agree(f"save {dst}", problem, timeout=timeout)
     finally:
@@ -99,22 +99,22 @@ def save(
     return dst
 
 
-def _live_leaves(model: Any, declared: Any) -> dict[str, Array]:
-    """Path -> array of a live model, checked against its declaration."""
+def live_leaves(model: Any, declared: Any, what: str = "model") -> dict[str, Array]:
+    """Path -> array of a live tree, checked against its declaration."""
     params, leaves = named(declared), named(model)
-    problems = [f"{p}: declared, but the model has none" for p in params if p not in leaves]
-    problems += [f"{p}: in the model, but not declared" for p in leaves if p not in params]
+    problems = [f"{p}: declared, but the {what} has none" for p in params if p not in leaves]
+    problems += [f"{p}: in the {what}, but not declared" for p in leaves if p not in params]
     for path, param in params.items():
         leaf = leaves.get(path)
         if leaf is not None and not isinstance(leaf, jax.Array):
-            problems.append(f"{path}: is {type(leaf).__name__}, not a jax array: restore or place the model first")
+            problems.append(f"{path}: is {type(leaf).__name__}, not a jax array: restore or place the {what} first")
         elif leaf is not None and leaf.shape != tuple(param.shape):
             problems.append(f"{path}: has shape {list(leaf.shape)}, declared {list(param.shape)}")
-    fail_if(problems, "save: the model is not of its declaration")
+    fail_if(problems, f"save: the {what} is not of its declaration")
     return leaves
 
 
-def _header(model: Any, declared: Any, source: Checkpoint | None) -> ManifestHeader:
+def header_of(model: Any, declared: Any, source: Checkpoint | None) -> ManifestHeader:
     """The header of the source, whose files no longer hold these values, or one made from the model's config."""
     kind, names = kind_of(declared), adapter_names(declared)
     forms = {**({"quantized": kind} if kind else {}), **({"adapters": names} if names else {})}
@@ -190,55 +190,59 @@ def _my_blocks(path: str, grid: Grid, leaves: Mapping[str, Array], source: Check
     """The blocks of a leaf that this process writes, each with a function that gives its values."""
     if path in leaves:
         leaf = leaves[path]
-        mine = _owned(leaf)
-        blocks = [at for at in grid.blocks() if any(_inside(at, region) for region in mine)]
+        mine = owned(leaf)
+        blocks = [at for at in grid.blocks() if any(inside(at, region) for region in mine)]
         if jax.process_count() == 1:
             blocks = list(grid.blocks())
-        return [(at, functools.partial(_gather, leaf, at)) for at in blocks]
+        shards = {ranges(s.index, leaf.shape): s.data for s in leaf.addressable_shards}
+        return [(at, functools.partial(gather, shards, np.dtype(leaf.dtype), at)) for at in blocks]
     if not first:
         return []
     assert source is not None  # what is not a live leaf is carried over from it
     return [(at, functools.partial(source.read, path, at)) for at in grid.blocks()]
 
 
-def _owned(leaf: Array) -> list[Block]:
+def owned(leaf: Array) -> list[Block]:
     """The distinct regions of a leaf whose first device, in the sharding's order, belongs to this process."""
     owner: dict[tuple, jax.Device] = {}
     for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
-        owner.setdefault(_ranges(index, leaf.shape), device)
+        owner.setdefault(ranges(index, leaf.shape), device)
     me = jax.process_index()
     return [tuple(slice(*r) for r in region) for region, device in owner.items() if device.process_index == me]
 
 
-def _ranges(index: Block, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+def ranges(index: Block, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
     return tuple((s.start or 0, n if s.stop is None else s.stop) for s, n in zip(index, shape, strict=True))
 
 
-def _inside(at: Block, region: Block) -> bool:
+def inside(at: Block, region: Block) -> bool:
     return all(r.start <= s.start and s.stop <= r.stop for s, r in zip(at, region, strict=True))
 
 
-def _gather(leaf: Array, at: Block) -> Shaped[np.ndarray, "..."]:
-    """One block of a leaf on the host, out of the shards of this process."""
-    shards = {_ranges(s.index, leaf.shape): s.data for s in leaf.addressable_shards}
-    whole = np.empty([s.stop - s.start for s in at], leaf.dtype)
+def gather(
+    shards: Mapping[tuple[tuple[int, int], ...], Array | Shaped[np.ndarray, "..."]], dtype: np.dtype, at: Block
+) -> Shaped[np.ndarray, "..."]:
+    """One block of a leaf on the host, out of the shards (by their ranges) that this process has."""
+    whole = np.empty([s.stop - s.start for s in at], dtype)
     for region, data in shards.items():
         both = [(max(s.start, a), min(s.stop, b)) for s, (a, b) in zip(at, region, strict=True)]
         if any(a >= b for a, b in both):
             continue
-        inside = tuple(slice(a - r, b - r) for (a, b), (r, _) in zip(both, region, strict=True))
-        part = _to_host(data, inside)
+        within = tuple(slice(a - r, b - r) for (a, b), (r, _) in zip(both, region, strict=True))
+        part = _to_host(data, within)
         if part.shape == whole.shape:
             return part
         whole[tuple(slice(a - s.start, b - s.start) for (a, b), s in zip(both, at, strict=True))] = part
     return whole
 
 
-def _to_host(data: Array, at: Block) -> Shaped[np.ndarray, "..."]:
+def _to_host(data: Array | Shaped[np.ndarray, "..."], at: Block) -> Shaped[np.ndarray, "..."]:
     """Part of one shard: a view of its memory on the CPU and in host memory, else a copy of that part alone.
 
     JAX keeps the host copy of an array for as long as the array lives, so whole shards are never asked for.
     """
+    if isinstance(data, np.ndarray):
+        return data[at] if at else data
     if next(iter(data.devices())).platform == "cpu" or data.sharding.memory_kind == HOST:
         return np.asarray(data)[at] if at else np.asarray(data)
     sizes = tuple(s.stop - s.start for s in at)
@@ -254,7 +258,7 @@ def _assets(source: Checkpoint | None, assets: Mapping[str, Path | bytes] | None
     return {**(source.assets if source else {}), **(assets or {})}
 
 
-def _put_together(
+def put_together(
     placed: Placed, parts: list[Json], provenance: Mapping[str, tuple[Json, ...]]
 ) -> tuple[Finished, str | None]:
     """Checksum and provenance of every leaf out of the parts of all processes, and what does not fit together."""
@@ -273,7 +277,7 @@ def _publish(
 ) -> str | None:
     """Publishes; returns what went wrong."""
     try:
-        entries = store_assets(staging.root, assets, sync=sync)
+        entries = store_assets(staging.root / ASSETS, assets, sync=sync)
         staging.publish(build_manifest(header, placed, finished, entries), sync=sync)
     except InputError as error:
         return str(error)

@@ -185,8 +185,8 @@ def listing(root: Path) -> dict[str, int]:
     return found
 
 
-def store_assets(root: Path, assets: Mapping[str, Path | bytes], *, sync: bool = True) -> dict[str, FileEntry]:
-    """Copies small files to `assets/`; returns their entries.
+def store_assets(folder: Path, assets: Mapping[str, Path | bytes], *, sync: bool = True) -> dict[str, FileEntry]:
+    """Copies small files to the `folder` of assets; returns their entries.
 
     Raises:
         InputError: a name that reaches outside, or a file that cannot be read; all in one message.
@@ -201,12 +201,12 @@ def store_assets(root: Path, assets: Mapping[str, Path | bytes], *, sync: bool =
         except OSError as error:
             problems.append(f"{error.filename}: cannot be read ({error.strerror})")
             continue
-        target = root / ASSETS / name
+        target = folder / name
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             write_file(target, data, sync=sync)
         except OSError as error:
-            raise storage_error(name, error, root) from error
+            raise storage_error(name, error, folder) from error
         entries[f"{ASSETS}/{name}"] = FileEntry(size=len(data), sha256=sha256(data))
     fail_if(problems, "files to carry along")
     return entries

@@ -2,7 +2,7 @@
 
 import collections
 import dataclasses as dc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +11,13 @@ from shardzoo.checkpoints import store, sums
 from shardzoo.checkpoints.checkpoint import Checkpoint
 from shardzoo.checkpoints.checkpoint import open as open_checkpoint
 from shardzoo.checkpoints.manifest import Leaf, sha256
-from shardzoo.checkpoints.orbax_layout import CHECKPOINT_METADATA, MANIFEST_FILE, MARKERS, checkpoint_metadata
+from shardzoo.checkpoints.orbax_layout import (
+    CHECKPOINT_METADATA,
+    DIGEST_FILE,
+    MANIFEST_FILE,
+    MARKERS,
+    checkpoint_metadata,
+)
 from shardzoo.checkpoints.staging import listing
 from shardzoo.errors import InputError, fail_if
 
@@ -57,12 +63,27 @@ def verify(path: str | Path, level: str = "full", *, progress: Callable[[int], N
 
 def _file_problems(ckpt: Checkpoint) -> list[str]:
     manifest, encoded = ckpt.manifest, ckpt.manifest.encode()
+    if manifest.training is not None:
+        return _training_file_problems(ckpt, {MANIFEST_FILE: encoded, DIGEST_FILE: sha256(encoded).encode()})
+    about = checkpoint_metadata(manifest.header.family, encoded, bool(manifest.carried))
+    exact = {CHECKPOINT_METADATA: about, MANIFEST_FILE: encoded} | MARKERS
+    return _listing_problems(ckpt, exact, listing(ckpt.path))
+
+
+def _training_file_problems(ckpt: Checkpoint, exact: Mapping[str, bytes]) -> list[str]:
+    """As of any checkpoint, but that the marks of Orbax, which hold times of the day, only have to be there."""
+    found = listing(ckpt.path)
+    marks = {name for name in found if name.rpartition("/")[2] in (CHECKPOINT_METADATA, *MARKERS)}
+    return _listing_problems(ckpt, exact, {name: size for name, size in found.items() if name not in marks})
+
+
+def _listing_problems(ckpt: Checkpoint, exact: Mapping[str, bytes], found: Mapping[str, int]) -> list[str]:
+    """Holds the files that were `found` against the manifest's, and those of which the `exact` bytes are known."""
+    manifest = ckpt.manifest
     digests = {name: entry.sha256 for name, entry in manifest.files.items() if entry.sha256}
     sizes = {name: entry.size for name, entry in manifest.files.items()}
-    about = checkpoint_metadata(manifest.header.family, encoded, bool(manifest.carried))
-    for name, data in ({CHECKPOINT_METADATA: about, MANIFEST_FILE: encoded} | MARKERS).items():
+    for name, data in exact.items():
         digests[name], sizes[name] = sha256(data), len(data)
-    found = listing(ckpt.path)
     problems = [f"{name}: missing" for name in sizes if name not in found]
     problems += [f"{name}: not a file of this checkpoint" for name in sorted(found) if name not in sizes]
     problems += [f"{name}: {found[name]:,} bytes, not {n:,}" for name, n in sizes.items() if found.get(name, n) != n]

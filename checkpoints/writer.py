@@ -24,7 +24,9 @@ from jaxtyping import Shaped
 from shardzoo.checkpoints import sums
 from shardzoo.checkpoints.grid import Block, Grid, LeafSpec, plan_grid
 from shardzoo.checkpoints.manifest import (
+    ASSETS,
     CARRIED,
+    OPT_STATE,
     PARAMS,
     STORED,
     FileEntry,
@@ -50,17 +52,23 @@ def carried_path(key: str) -> str:
     return f"{CARRIED}/{key}"
 
 
-def place_leaves(leaves: Mapping[str, LeafSpec], carried: Mapping[str, LeafSpec]) -> Placed:
-    """Folder, spec and grid of every leaf by path.
+def place_leaves(
+    leaves: Mapping[str, LeafSpec],
+    carried: Mapping[str, LeafSpec],
+    opt_state: Mapping[str, LeafSpec] | None = None,
+) -> Placed:
+    """Folder, spec and grid of every leaf by path; `carried` and `opt_state` begin with these names and a slash.
 
     Raises:
         InputError: names that the tree or a file system cannot hold, dtypes that are not stored; all in one message.
     """
-    fail_if(_name_problems(leaves) + _dtype_problems({**leaves, **carried}), "leaves that cannot be stored")
+    trained = opt_state or {}
+    problems = _name_problems(leaves) + _name_problems(trained) + _dtype_problems({**leaves, **carried, **trained})
+    fail_if(problems, "leaves that cannot be stored")
     placed = {path: (f"{PARAMS}/{path}", spec, plan_grid(spec)) for path, spec in leaves.items()}
     for i, (key, spec) in enumerate(carried.items()):
         placed[carried_path(key)] = (f"{CARRIED}/t{i:05d}", spec, plan_grid(spec))
-    return placed
+    return placed | {f"{OPT_STATE}/{p}": (f"{OPT_STATE}/{p}", spec, plan_grid(spec)) for p, spec in trained.items()}
 
 
 def _name_problems(paths: Iterable[str]) -> list[str]:
@@ -264,7 +272,7 @@ class CheckpointWriter:
         if lacking:
             raise ValueError(f"{self._staging.dst}: leaves {lacking[:4]} of {len(lacking)} are not finished")
         header = self.header if sources is None else dc.replace(self.header, sources=tuple(sources))
-        entries = store_assets(self._staging.root, self._assets, sync=self._sync)
+        entries = store_assets(self._staging.root / ASSETS, self._assets, sync=self._sync)
         manifest = build_manifest(header, self._placed, self._finished, entries)
         return self._staging.publish(manifest, sync=self._sync)
 
@@ -288,16 +296,20 @@ def build_manifest(
     placed: Placed,
     finished: Finished,
     assets: Mapping[str, FileEntry],
+    training: Json | None = None,
 ) -> Manifest:
     """The manifest of a finished checkpoint, with every file that follows from its leaves."""
     made = {
         path: Leaf(spec=spec, grid=grid, folder=folder, checksum=finished[path][0], provenance=finished[path][1])
         for path, (folder, spec, grid) in placed.items()
     }
+    aside = {i: {p[len(i) + 1 :]: x for p, x in made.items() if p.startswith(i + "/")} for i in (CARRIED, OPT_STATE)}
     manifest = Manifest(
         header=header,
-        leaves={p: leaf for p, leaf in made.items() if not p.startswith(CARRIED + "/")},
-        carried={p.removeprefix(CARRIED + "/"): leaf for p, leaf in made.items() if p.startswith(CARRIED + "/")},
+        leaves={p: leaf for p, leaf in made.items() if not p.startswith((CARRIED + "/", OPT_STATE + "/"))},
+        carried=aside[CARRIED],
+        opt_state=aside[OPT_STATE],
+        training=training,
         files={},
         producer=f"shardzoo {importlib.metadata.version('shardzoo')}",
     )

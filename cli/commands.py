@@ -245,10 +245,14 @@ def _compile(found: targets.Target, verdicts: Sequence[judging.Verdict], ahead: 
 
 
 def inspect(checkpoint: Path, *, component: list[str] | None, json: bool) -> None:
-    """Prints the manifest, of a pipeline that of every component."""
+    """Prints the manifest, of a pipeline that of every component, of a training run what each of its steps is."""
     with uninterrupted():
         from shardzoo import checkpoints
+        from shardzoo.checkpoints.checkpoint import finished_steps
 
+    if steps := finished_steps(checkpoint):
+        _inspect_run(checkpoint, {step: checkpoints.open(checkpoint / str(step)).manifest for step in steps}, json=json)
+        return
     pipeline = targets.find_pipeline(checkpoint, component)
     if pipeline is None:
         manifest = checkpoints.open(checkpoint).manifest
@@ -270,15 +274,36 @@ def inspect(checkpoint: Path, *, component: list[str] | None, json: bool) -> Non
         _say_manifest(checkpoint / name, manifest)
 
 
+def _inspect_run(folder: Path, manifests: dict[int, Any], *, json: bool) -> None:
+    """The steps of a training run, and the manifest of the last."""
+    if json:
+        steps = [{"step": step, "bytes": m.total_bytes, **(m.training or {})} for step, m in manifests.items()]
+        say_json({"folder": str(folder), "steps": steps, "last": manifests[max(manifests)].to_json()})
+        return
+    total = sum(manifest.total_bytes for manifest in manifests.values())
+    say(f"{folder}: training run, {len(manifests)} steps, {size_text(total)}")
+    say_table(
+        (">step", "saved (UTC)", "mesh", ">processes", ">bytes", "metrics", "data"),
+        [reports.training_row(step, manifest) for step, manifest in manifests.items()],
+    )
+    say("")
+    last = max(manifests)
+    _say_manifest(folder / str(last), manifests[last])
+
+
 def _say_manifest(checkpoint: Path, manifest: Any) -> None:
     header = manifest.header
     say(f"{checkpoint}: {header.family} ({header.component}), {size_text(manifest.total_bytes)}")
     say("config: " + ", ".join(f"{name}={_plain(value)}" for name, value in header.config.items()))
     for source in header.sources:
         say(f"from: {source.name} ({source.kind}, {size_text(source.size)}, sha256 {source.sha256 or 'unknown'})")
+    if manifest.training is not None:
+        for line in reports.training_lines(manifest):
+            say(line)
+    rest = (manifest.training or {}).get("rest", {})
     say_table(
         ("parameter", "dims", "shape", "dtype", "split", ">bytes"),
-        [_leaf_row(path, leaf.spec) for path, leaf in manifest.all_leaves().items()],
+        [_leaf_row(path, leaf.spec, rest.get(path, {})) for path, leaf in manifest.all_leaves().items()],
     )
     for key, other in header.aliases.items():
         say(f"tied: {key} = {other}")
@@ -292,9 +317,10 @@ def _plain(value: Any) -> str:
     return str(value)
 
 
-def _leaf_row(path: str, spec: Any) -> tuple[str, ...]:
-    """A line of the table for a leaf: `spec` has dims, shape, dtype and split."""
-    split = ", ".join(f"{dim} over {' x '.join(axes)}" for dim, axes in spec.split.items()) or "whole"
+def _leaf_row(path: str, spec: Any, rest: dict[str, str]) -> tuple[str, ...]:
+    """A line of the table for a leaf: `spec` has dims, shape, dtype and split; `rest` is how it was split at rest."""
+    splits = [f"{dim} over {' x '.join(axes)}" for dim, axes in spec.split.items()]
+    split = ", ".join([*splits, *(f"{dim} at rest over {axis}" for dim, axis in rest.items())]) or "whole"
     size = int(np.prod(spec.shape, dtype=np.int64)) * spec.dtype.itemsize
     return (
         path,

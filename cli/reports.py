@@ -1,5 +1,6 @@
-"""The reports of convert, verify and export as lines of text."""
+"""The reports of convert, verify and export, and what a training checkpoint is, as lines of text."""
 
+import datetime
 from collections.abc import Iterator
 from typing import Any
 
@@ -74,3 +75,45 @@ def _cost(seconds: float, memory: int, *, predicted: bool) -> str:
     if predicted:
         return f"would take about {seconds:.1f} s and {size_text(memory)} of memory"
     return f"in {seconds:.1f} s, at most {size_text(memory)} of memory"
+
+
+def training_row(step: int, manifest: Any) -> tuple[str, ...]:
+    """A step of a training run as a line of a table (`checkpoints.Manifest`)."""
+    training = manifest.training or {}
+    when = datetime.datetime.fromtimestamp(training.get("time", 0), datetime.UTC)
+    return (
+        str(step),
+        f"{when:%Y-%m-%d %H:%M:%S}",
+        _mesh_text(training),
+        str(training.get("processes", "")),
+        size_text(manifest.total_bytes),
+        _pairs(training.get("metrics")),
+        _pairs(training.get("data")),
+    )
+
+
+def training_lines(manifest: Any) -> Iterator[str]:
+    """What one step of a training run says beside its parameters."""
+    training = manifest.training
+    yield (
+        f"training: step {training['step']}, saved on {_mesh_text(training)} by {training['processes']} processes,"
+        f" data {_pairs(training['data'])}" + (f", {text}" if (text := _pairs(training["metrics"])) else "")
+    )
+    frozen = training["frozen"]
+    size = sum(leaf.spec.nbytes for leaf in manifest.opt_state.values())
+    yield (
+        f"optimizer: {training['optimizer'] or 'no state'}, {len(manifest.opt_state)} arrays ({size_text(size)})"
+        + (f"; {len(frozen)} parameters are not trained: {', '.join(frozen[:3])}" if frozen else "")
+        + (", ..." if len(frozen) > 3 else "")
+    )
+
+
+def _mesh_text(training: dict[str, Any]) -> str:
+    at_rest = sorted({axis for splits in training.get("rest", {}).values() for axis in splits.values()})
+    return training.get("mesh", "") + (f" (at rest over {', '.join(at_rest)})" if at_rest else "")
+
+
+def _pairs(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name}={inner}" for name, inner in value.items())
+    return "" if value is None else str(value)

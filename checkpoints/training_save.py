@@ -1,0 +1,219 @@
+"""One step of a training run on its way to disk: a copy taken at once, and its files written in the background.
+
+Orbax's checkpointer makes the unfinished folder, waits for all processes, and gives the folder its name; what is in it
+is written here, in the format of every other checkpoint of this project: chunks that carry their checksums and follow
+the declared splits, and the manifest.
+"""
+
+import dataclasses as dc
+from collections.abc import Awaitable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Array
+from orbax.checkpoint import v1 as ocp
+
+from shardzoo.checkpoints import distributed, snapshot
+from shardzoo.checkpoints.checkpoint import Checkpoint
+from shardzoo.checkpoints.grid import LeafSpec
+from shardzoo.checkpoints.manifest import (
+    ASSETS,
+    FORMAT,
+    MANIFEST,
+    OPT_STATE,
+    PARAMS,
+    VERSION,
+    Json,
+    ManifestHeader,
+    sha256,
+)
+from shardzoo.checkpoints.orbax_layout import DIGEST_FILE, MANIFEST_FILE, STAGING_SUFFIX, metadata_files
+from shardzoo.checkpoints.save import provenance_of, put_together
+from shardzoo.checkpoints.staging import store_assets
+from shardzoo.checkpoints.store import LeafWriter, storage_error, write_file
+from shardzoo.checkpoints.writer import Placed, build_manifest, place_leaves
+from shardzoo.errors import InputError, fail_if
+from shardzoo.zoo.layout import named
+
+LANE = "save"  # of what the processes tell each other in the background
+LEAST_BUDGET = 8 << 20  # bytes in flight, of blocks put together out of several shards
+
+
+@dc.dataclass(kw_only=True)
+class Job:
+    """Everything that the background needs of one step.
+
+    Attributes:
+        taken: path (of the optimizer's state, `opt_state/<path>`) -> what this process writes of it; emptied as it is
+            written, so that memory comes back early.
+    """
+
+    placed: Placed
+    taken: dict[str, snapshot.Snapshot]
+    header: ManifestHeader
+    training: Json
+    source: Checkpoint | None
+    assets: Mapping[str, Path | bytes]
+    sync: bool
+    timeout: float | int
+
+    @property
+    def name(self) -> str:
+        return f"save step {self.training['step']}"
+
+    def write(self, folders: Mapping[str, Path]) -> None:
+        """Writes this process's part into the folders of the items; the first process adds the manifest at the end.
+
+        Raises:
+            InputError: the storage is full or failed on any process; on every process alike.
+            distributed.ProcessTimeout: a process died or fell behind.
+        """
+        mine, problem = self._write_mine(folders)
+        parts = distributed.share(self.name, [mine, problem], timeout=self.timeout, lane=LANE)
+        problems = [f"process {p}: {text}" for p, (_, text) in enumerate(parts) if text]
+        fail_if(problems, self.name)
+        first = jax.process_index() == 0
+        problem = self._write_manifest(folders, [done for done, _ in parts]) if first else None
+        distributed.agree(self.name, problem, timeout=self.timeout, lane=LANE)
+
+    def _write_mine(self, folders: Mapping[str, Path]) -> tuple[dict[str, Json], str | None]:
+        """Checksum and number of files of each leaf that this process wrote, and what went wrong."""
+        first, done = jax.process_index() == 0, {}
+        held = sum(taken.nbytes for taken in self.taken.values())
+        root = folders[MANIFEST].parent
+        placed = {
+            p: (str(_lies(folder, folders).relative_to(root)), *rest) for p, (folder, *rest) in self.placed.items()
+        }
+        writer = LeafWriter(root, placed, budget=max(LEAST_BUDGET, held // 16), sync=self.sync)
+        try:
+            for path, (_, _, grid) in self.placed.items():
+                blocks = self.taken[path].blocks(grid)
+                if blocks or first:
+                    writer.begin(path, metadata=first)
+                    for at, values in blocks:
+                        writer.write(path, at, values())
+                    total, written = writer.finish(path)
+                    done[path] = {"sums": total, "files": len(written)}
+                del blocks, self.taken[path]
+        except InputError as error:
+            return done, str(error)
+        except OSError as error:
+            return done, str(storage_error("save", error, root))
+        finally:
+            writer.drain()
+        return done, None
+
+    def _write_manifest(self, folders: Mapping[str, Path], parts: list[Json]) -> str | None:
+        """Writes what says what the files are; returns what went wrong."""
+        finished, problem = put_together(self.placed, parts, provenance_of(self.source))
+        if problem:
+            return problem
+        try:
+            assets = store_assets(_lies(ASSETS, folders), self.assets, sync=self.sync)
+            manifest = build_manifest(self.header, self.placed, finished, assets, self.training)
+            encoded = manifest.encode()
+            files = {n: data for n, data in metadata_files(manifest).items() if not n.endswith("zarr.json")}
+            files |= {MANIFEST_FILE: encoded, DIGEST_FILE: sha256(encoded).encode()}
+            for name, data in files.items():
+                write_file(_lies(name, folders), data, sync=self.sync)
+        except InputError as error:
+            return str(error)
+        except OSError as error:
+            return str(storage_error("save", error, folders[MANIFEST]))
+        return None
+
+
+def _lies(name: str, folders: Mapping[str, Path]) -> Path:
+    """Where a file of the checkpoint lies while it is unfinished: Orbax renames the folder of each item at the end."""
+    item, _, rest = name.partition("/")
+    return folders[item] / rest
+
+
+def place(declared: Any, declared_state: Any, leaves: Mapping[str, Array]) -> Placed:
+    """Folder, spec and grid of every leaf of model and optimizer.
+
+    With several processes, grids that stay inside each device's shard.
+    """
+    specs = {p: LeafSpec.of(q) for p, q in named(declared).items()}
+    state = {p: LeafSpec.of(q) for p, q in named(declared_state).items()}
+    placed = place_leaves(specs, {}, state)
+    for path, (folder, spec, grid) in placed.items():
+        leaf = leaves[path]
+        shard = leaf.sharding.shard_shape(leaf.shape)
+        whole = jax.process_count() == 1
+        placed[path] = (folder, dc.replace(spec, dtype=np.dtype(leaf.dtype)), grid if whole else grid.within(shard))
+    return placed
+
+
+@dc.dataclass(frozen=True)
+class _Item:
+    """Stands for one item of the checkpoint; `job` is with the last one, whose background writes all of them.
+
+    Attributes:
+        folders: where Orbax makes each item's folder, noted as it says so.
+    """
+
+    folders: list
+    job: Job | None = None
+
+
+class _Handler:
+    """Writes an `_Item`; Orbax notes the handler's name as that of who reads the item."""
+
+    async def save(self, directory: Any, checkpointable: _Item) -> Awaitable[None]:
+        checkpointable.folders.append(directory)
+        return _write(checkpointable)
+
+    async def load(self, directory: Any, abstract_checkpointable: Any = None) -> Awaitable[Any]:
+        raise NotImplementedError(f"{directory}: is read by shardzoo.checkpoints, or by Orbax's own handler")
+
+    async def metadata(self, directory: Any) -> Any:
+        return None
+
+    def is_handleable(self, checkpointable: Any) -> bool:
+        return isinstance(checkpointable, _Item)
+
+    def is_abstract_handleable(self, abstract_checkpointable: Any) -> bool:
+        return False
+
+
+class _Tree(_Handler):
+    """Of a tree of arrays: plain Orbax reads it as its own."""
+
+    __module__, __qualname__ = ocp.handlers.PyTreeHandler.__module__, ocp.handlers.PyTreeHandler.__qualname__
+
+
+class _Json(_Handler):
+    """Of the manifest."""
+
+    __module__, __qualname__ = ocp.handlers.JsonHandler.__module__, ocp.handlers.JsonHandler.__qualname__
+
+
+async def _write(item: _Item) -> None:
+    if item.job is None:
+        return
+    folders = [Path(await folder.await_creation()) for folder in item.folders]
+    with jax.set_mesh(None):  # work on single devices is refused under the caller's mesh
+        item.job.write({folder.name.removesuffix(STAGING_SUFFIX): folder for folder in folders})
+
+
+def checkpointer(folder: Path, timeout: float | int) -> ocp.training.Checkpointer:
+    """Orbax's checkpointer of a run; which steps stay is decided by the run."""
+    context = ocp.Context()
+    context.asynchronous.timeout_secs = max(1, round(timeout))
+    registry = ocp.handlers.local_registry()
+    for name in (PARAMS, OPT_STATE):
+        registry.add(_Tree, checkpointable_name=name)
+    context.checkpointables.registry = registry.add(_Json, checkpointable_name=MANIFEST)
+    return ocp.training.Checkpointer(folder, context=context, lightweight_initialize=True)
+
+
+def start(checkpointer: ocp.training.Checkpointer, step: int, job: Job) -> Any:
+    """Begins one save; returns Orbax's handle of it."""
+    about = {"format": FORMAT, "version": VERSION, "family": job.header.family, "training": True}
+    names = [PARAMS, *([OPT_STATE] if any(path.startswith(OPT_STATE + "/") for path in job.placed) else [])]
+    folders: list = []
+    items = {name: _Item(folders) for name in names} | {MANIFEST: _Item(folders, job)}
+    return checkpointer.save_checkpointables_async(step, items, force=True, custom_metadata=about)
