@@ -12,7 +12,7 @@ Cross-entropy over a split vocabulary reads each logit where it lies: it multipl
 vocabulary, so that the mesh exchanges one number for each token and sum (a maximum, two sums), never logits.
 """
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,6 @@ from jaxtyping import Array, Bool, Float, Int, Key, Num, jaxtyped
 from shardzoo.errors import InputError, fail_if
 
 Host = Array | np.ndarray
-Density = Literal["uniform", "logit-normal"]  # how noise levels are drawn before the shift
 
 
 @jaxtyped(typechecker=beartype)
@@ -53,7 +52,7 @@ def next_tokens(
 
 @jaxtyped(typechecker=beartype)
 def cross_entropy(
-    logits: Float[Array, "*tokens vocab"],
+    logits: Float[Host, "*tokens vocab"],
     labels: Int[Host, "*tokens"],
     mask: Bool[Host, "*tokens"] | None = None,
 ) -> Float[Array, ""]:
@@ -65,7 +64,7 @@ def cross_entropy(
     """
     counts = (jnp.asarray(labels) >= 0) & (jnp.asarray(labels) < logits.shape[-1])
     counts = counts if mask is None else counts & jnp.asarray(mask)
-    each = token_losses(logits, jnp.asarray(labels))
+    each = token_losses(jnp.asarray(logits), jnp.asarray(labels))
     total = jnp.sum(jnp.where(counts, each, 0.0))
     return total / jnp.maximum(jnp.sum(counts, dtype=jnp.int32), 1).astype(each.dtype)
 
@@ -118,12 +117,12 @@ class Noisy(NamedTuple):
 
 @jaxtyped(typechecker=beartype)
 def add_noise(
-    data: Float[Array, "batch ..."],
+    data: Float[Host, "batch ..."],
     key: Key[Array, ""],
     *,
-    density: Density = "uniform",
-    shift: float | Float[Array, ""] = 1.0,
-    levels: Float[Array, " batch"] | None = None,
+    density: str = "uniform",
+    shift: float | int | Float[Array, ""] = 1.0,
+    levels: Float[Host, " batch"] | None = None,
 ) -> Noisy:
     """Data at random noise levels: what a step of flow matching shows a model.
 
@@ -140,13 +139,14 @@ def add_noise(
         InputError: an unknown density; a shift that is not above 0.
     """
     _check(density, shift)
+    levels = None if levels is None else jnp.asarray(levels, jnp.float32)
     by_level, by_noise = jax.random.split(key)
     if levels is None:
         levels = shifted(_drawn(by_level, data.shape[0], density), shift)
     noise = jax.random.normal(by_noise, data.shape, jnp.float32)
-    wide = data.astype(jnp.float32)
-    level = levels.reshape(-1, *[1] * (data.ndim - 1)).astype(jnp.float32)
-    return Noisy(((1 - level) * wide + level * noise).astype(data.dtype), levels.astype(jnp.float32), noise - wide)
+    wide = jnp.asarray(data).astype(jnp.float32)
+    level = levels.reshape(-1, *[1] * (data.ndim - 1))
+    return Noisy(((1 - level) * wide + level * noise).astype(data.dtype), levels, noise - wide)
 
 
 def _check(density: str, shift: object) -> None:
@@ -164,15 +164,15 @@ def _drawn(key: Array, rows: int, density: str) -> Float[Array, " rows"]:
     return jax.nn.sigmoid(jax.random.normal(key, (rows,), jnp.float32))
 
 
-def shifted(levels: Float[Array, "*shape"], shift: float | Float[Array, ""]) -> Float[Array, "*shape"]:
+def shifted(levels: Float[Array, "*shape"], shift: float | int | Float[Array, ""]) -> Float[Array, "*shape"]:
     """Noise levels moved towards noise: shift * level / (1 + (shift - 1) * level)."""
     return shift * levels / (1 + (shift - 1) * levels)
 
 
 @jaxtyped(typechecker=beartype)
 def flow_matching(
-    predicted: Float[Array, "batch ..."],
-    velocity: Float[Array, "batch ..."],
+    predicted: Float[Host, "batch ..."],
+    velocity: Float[Host, "batch ..."],
     weights: Num[Host, " batch"] | None = None,
 ) -> Float[Array, ""]:
     """The mean of (predicted - velocity)^2 over all values, float32.
@@ -185,6 +185,6 @@ def flow_matching(
             " minus the data of what the model was given"
         )
     wide = jnp.promote_types(predicted.dtype, jnp.float32)
-    square = jnp.square(predicted.astype(wide) - velocity.astype(wide))
+    square = jnp.square(jnp.asarray(predicted).astype(wide) - jnp.asarray(velocity).astype(wide))
     rows = jnp.mean(square.reshape(square.shape[0], -1), axis=1)
     return jnp.mean(rows if weights is None else rows * jnp.asarray(weights).astype(wide))
