@@ -1,30 +1,18 @@
 """FLUX.1 on meshes: the same numbers as on one device, the collectives it promises, what it refuses."""
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from mesh_parity import assert_close, harsh
+from tiny_flux import CONFIG, COTANGENT, GIVEN, IDS, TIMES, call, collectives
 
 from shardzoo.errors import InputError
 from shardzoo.zoo import flux, layout
 from shardzoo.zoo.flux import Config
 from shardzoo.zoo.mesh import Degrees, make_mesh
-
-CONFIG = Config(
-    in_channels=6, out_channels=5, heads=8, head_dim=12, double_layers=2, single_layers=2, mlp=48, text=10, pooled=7,
-    axes=(2, 4, 6),
-)  # fmt: skip
-B, GRID, TEXT = 3, (3, 5), 7  # 15 tokens and 7: they divide by no degree of the meshes but 3
-rng = np.random.default_rng(0)
-SEQ = GRID[0] * GRID[1]
-GIVEN = [rng.normal(size=s).astype(np.float32) for s in ((B, SEQ, 6), (B, TEXT, 10), (B, 7))]
-TIMES, GUIDANCE = rng.uniform(0, 1, B).astype(np.float32), rng.uniform(1, 5, B).astype(np.float32)
-COTANGENT = rng.normal(size=(B, SEQ, 5)).astype(np.float32)
-IDS = flux.image_ids(*GRID)
 
 
 def run(degrees, at_rest=None, host=False, **options):
@@ -39,7 +27,7 @@ def run(degrees, at_rest=None, host=False, **options):
     f = flux.forward(declared, mesh, **options)
 
     def total(model, *given):
-        out = f(model, *given, TIMES, image_ids=IDS, guidance=GUIDANCE)
+        out = call(f, model, given)
         return jnp.sum(out * COTANGENT), out
 
     model = layout.place(declared, mesh, values)
@@ -81,28 +69,18 @@ def test_mesh_parity(degrees, options):
     assert_close(run(Degrees(**degrees), **options), one_device())
 
 
-def collectives(degrees, **options):
-    """Collectives among several devices in the compiled forward pass; those in the body of a scan count once."""
-    declared, mesh = flux.declare(CONFIG), make_mesh(**degrees)
-    f = flux.forward(declared, mesh, **options)
-    lowered = jax.jit(lambda m, *x: f(m, *x, TIMES, image_ids=IDS, guidance=GUIDANCE)).lower(
-        layout.abstract(declared, mesh), *GIVEN
-    )
-    lines = [line for line in lowered.compile().as_text().splitlines() if re.search(r"replica_groups={{\d+,", line)]
-    names = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
-    return tuple(sum(f" {name}(" in line for line in lines) for name in names)
-
-
 def test_collectives_are_those_of_the_docstrings():
     """Conditions 1, modulation 1; a block of two streams 2 x 2, of one 1; the result 1 all-gather over what splits it.
 
     The compiler makes one all-reduce of the text's second and the image's first.
     """
-    assert collectives(dict(tensor=4)) == (1 + 1 + 3 + 1, 0, 0, 0)
-    assert collectives(dict(tensor=4), residual="seq") == (1 + 1, 4 + 1 + 1, 4 + 1, 0)
+    declared = flux.declare(CONFIG)
+    assert collectives(declared, dict(tensor=4)) == {"all-reduce": 1 + 1 + 3 + 1}
+    seq = {"all-reduce": 1 + 1, "all-gather": 4 + 1 + 1, "reduce-scatter": 4 + 1}
+    assert collectives(declared, dict(tensor=4), residual="seq") == seq
     # Three all-to-all in each attention; the mask of the padding is gathered, once where the compiler sees it is one.
-    reduced, gathered, scattered, exchanged = collectives(dict(context=4))
-    assert (reduced, scattered, exchanged) == (0, 0, 3 + 3) and 1 < gathered <= 1 + 2
+    found = collectives(declared, dict(context=4))
+    assert 1 < found.pop("all-gather") <= 1 + 2 and found == {"all-to-all": 3 + 3}
 
 
 def test_everything_that_does_not_go_together_is_refused_at_once():

@@ -5,6 +5,7 @@ import functools
 import math
 import re
 
+import hlo
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -107,21 +108,13 @@ def test_zeros_at_padding_on_a_mesh(by, degrees, residual):
     assert_close(got[1], got[0])
 
 
-KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
-
-
 def collectives(config, degrees, with_mask=False, **options):
     """How often each collective over more than one device stands in the compiled forward pass."""
     declared, mesh = t5.declare(config), make_mesh(**degrees)
     f = jax.jit(t5.forward(declared, mesh, **options))
     tokens = jax.ShapeDtypeStruct((4, 24), jnp.int32)  # divides by every mesh below
     more = {"mask": jax.ShapeDtypeStruct((4, 24), jnp.bool_)} if with_mask else {}
-    text = f.lower(layout.abstract(declared, mesh), tokens, **more).compile().as_text()
-    found = dict.fromkeys(KINDS, 0)
-    for kind, groups in re.findall(rf"= [^=]*? ({'|'.join(KINDS)})(?:-start)?\(.*?replica_groups=(\S+)", text):
-        lone = re.match(r"\{\{\d+\}", groups) or re.match(r"\[\d+,1\]", groups)
-        found[kind] += not lone
-    return {k: n for k, n in found.items() if n}
+    return hlo.collectives(f.lower(layout.abstract(declared, mesh), tokens, **more).compile())
 
 
 SEQ = {"all-gather": 2, "reduce-scatter": 2}

@@ -3,8 +3,8 @@
 import dataclasses
 import functools
 import math
-import re
 
+import hlo
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -107,18 +107,6 @@ def test_mesh_parity(name, degrees, options):
     assert_close(run(CONFIGS[name], Degrees(**degrees), **options), want)
 
 
-KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
-
-
-def counted(compiled):
-    """How often each collective over more than one device stands in a compiled program."""
-    found = dict.fromkeys(KINDS, 0)
-    pattern = rf"= [^=]*? ({'|'.join(KINDS)})(?:-start)?\(.*?replica_groups=(\S+)"
-    for kind, groups in re.findall(pattern, compiled.as_text()):
-        found[kind] += not (re.match(r"\{\{\d+\}", groups) or re.match(r"\[\d+,1\]", groups))
-    return {k: n for k, n in found.items() if n}
-
-
 def abstract_context(config, mesh, batch=4):
     spec = jax.NamedSharding(mesh, wan.CONTEXT_SPEC)
     shape = (config.layers, 2, batch, 7, config.heads, config.head_dim)
@@ -136,7 +124,7 @@ def collectives(config, degrees, kept, **options):
     image = None if config.image is None else jax.ShapeDtypeStruct((4, 6, config.image), jnp.float32)
     given = {"context": abstract_context(config, mesh)} if kept else {"text": text, "image": image}
     lowered = jax.jit(f).lower(layout.abstract(declared, mesh), latents, times, **given)
-    return counted(lowered.compile())
+    return hlo.collectives(lowered.compile())
 
 
 # What `wan.forward` says of the two ends, and `Block` of a block, whose program stands in the scan once.
@@ -173,7 +161,7 @@ def test_collectives_of_the_context():
     declared, mesh = wan.declare(IMAGE), make_mesh(tensor=2)
     text, image = (jax.ShapeDtypeStruct((4, 6, size), jnp.float32) for size in (IMAGE.text, IMAGE.image))
     lowered = jax.jit(wan.context(declared, mesh)).lower(layout.abstract(declared, mesh), text, image)
-    assert counted(lowered.compile()) == {"all-reduce": 2}  # XLA joins those of text and image
+    assert hlo.collectives(lowered.compile()) == {"all-reduce": 2}  # XLA joins those of text and image
 
 
 def test_few_timesteps_are_never_spread_over_the_tokens():
