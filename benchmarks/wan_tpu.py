@@ -8,19 +8,17 @@ of arguments, results and temporaries together. It leaves less for temporaries t
 which is larger than the heap of its buffer assignment. Times are wall clock, so compile on an idle machine.
 """
 
-import argparse
-import collections
 import os
-import time
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import tpu_compiled
 
 from shardzoo import zoo
-from shardzoo.cli.topology import COLLECTIVE, topology_devices
+from shardzoo.cli.topology import topology_devices
 from shardzoo.zoo import layout
 from shardzoo.zoo.wan import CONTEXT_SPEC, TEXT_TOKENS, Context
 
@@ -32,7 +30,6 @@ CASES = {  # name -> (slice, degrees, whether weights are split over context at 
     "720p-v5e-tp4": ("v5e:2x2", dict(tensor=4), False, HD),
     "720p-v5e-tp4-context2": ("v5e:2x4", dict(tensor=4, context=2), False, HD),
 }
-GIB = 2**30
 
 
 def measure(name: str) -> str:
@@ -50,28 +47,9 @@ def measure(name: str) -> str:
 
     model = layout.abstract(declared, mesh)
     weights = sum(np.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(model))
-    begin = time.perf_counter()
-    lowered = jax.jit(step).lower(model, latents, times, Context(kept))
-    traced = time.perf_counter()
-    compiled = lowered.compile()
-    done = time.perf_counter()
-    memory = compiled.memory_analysis()
-    found = collections.Counter(COLLECTIVE.findall(compiled.as_text()))
-    counts = ", ".join(f"{n} {kind}" for kind, n in sorted(found.items()) if n)
-    return (
-        f"{name:22} {topology:10} trace {traced - begin:5.1f} s  compile {done - traced:6.1f} s"
-        f"  weights {weights / GIB:5.2f}  arguments {memory.argument_size_in_bytes / GIB:5.2f}"
-        f"  temporaries {memory.temp_size_in_bytes / GIB:5.2f}  peak {memory.peak_memory_in_bytes / GIB:5.2f} GiB"
-        f"  ({counts})"
-    )
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", choices=[*CASES, []], metavar="NAME", help=", ".join(CASES))
-    for name in parser.parse_args().names or CASES:
-        print(measure(name), flush=True)
+    described = tpu_compiled.describe(step, model, latents, times, Context(kept))
+    return f"weights {weights / tpu_compiled.GIB:5.2f}  {described}"
 
 
 if __name__ == "__main__":
-    main()
+    tpu_compiled.main(__doc__, CASES, measure)
