@@ -82,6 +82,7 @@ MODULES = {
     "qwen-image": "qwen_image",
     "qwen2.5-vl-vision": "qwen2_5_vl",
     "qwen3-5": "qwen3_5",
+    "qwen3-5-vision": "qwen3_5_vision",
     "t5": "t5",
     "wan": "wan",
     "wan-vae": "wan_vae",

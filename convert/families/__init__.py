@@ -110,6 +110,7 @@ FAMILIES = {
     "qwen-image": _known("qwen_image", "QwenImageTransformer2DModel"),
     "qwen2.5-vl-vision": _known("qwen_vision", "qwen2_5_vl_vision"),
     "qwen3-5": _known("qwen3_5", "qwen3_5", "qwen3_5_text", "qwen3_next"),
+    "qwen3-5-vision": _known("qwen3_5_vision", "qwen3_5_vision"),
     "t5": _known("t5", "umt5", "t5", "mt5"),
     "wan-vae": _known("wan_vae", "AutoencoderKLWan", "AutoencoderKLQwenImage"),
     "image-vae": _known("image_vae", "AutoencoderKL", "AutoencoderKLFlux2"),
