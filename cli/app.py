@@ -211,7 +211,7 @@ def audit(
     chips: Annotated[
         str | None,
         typer.Option(
-            help="Rank meshes of this slice by predicted time, e.g. v5e-8; of v4 and v5p names count cores.",
+            help="Rank meshes of this slice by predicted time, e.g. v5e-8; of v4, v5p and v7x names count cores.",
             show_default=False,
         ),
     ] = None,
@@ -219,21 +219,41 @@ def audit(
         str | None,
         typer.Option(help="Compile the forward pass for this TPU slice, e.g. v5e:2x4.", show_default=False),
     ] = None,
-    batch: Annotated[
-        int, typer.Option(min=1, max=MOST_CELLS, help="With --chips or --topology: rows of the input.")
+    compiles: Annotated[
+        bool, typer.Option("--compile", help="With --chips: compile for them too, beside our own arithmetic.")
+    ] = False,
+    train: Annotated[
+        bool, typer.Option("--train", help="Also gradients of all weights, and the moments that AdamW keeps.")
+    ] = False,
+    at_rest: Annotated[
+        str | None,
+        typer.Option(
+            parser=options.parse_at_rest,
+            metavar="AXIS",
+            help="Weights split over data or context too while they are not used (FSDP).",
+            show_default=False,
+        ),
+    ] = None,
+    new_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, max=MOST_TOKENS, help="Text: memory of generating so many tokens.", show_default=False),
+    ] = None,
+    microbatches: Annotated[
+        int, typer.Option(min=1, max=MOST_CELLS, help="Of a pipeline of stages, which says how long they wait.")
     ] = 1,
-    tokens: Annotated[
-        int, typer.Option(min=1, max=MOST_TOKENS, help="With --chips or --topology: length of each row of text.")
-    ] = 4096,
-    frames: Annotated[
-        int, typer.Option(min=1, max=MOST_CELLS, help="With --chips or --topology: length of a video.")
-    ] = 81,
-    height: Annotated[int, typer.Option(min=1, max=MOST_CELLS, help="With --chips or --topology: in pixels.")] = 480,
-    width: Annotated[int, typer.Option(min=1, max=MOST_CELLS, help="With --chips or --topology: in pixels.")] = 832,
+    batch: Annotated[int, typer.Option(min=1, max=MOST_CELLS, help="Rows of the input.")] = 1,
+    tokens: Annotated[int, typer.Option(min=1, max=MOST_TOKENS, help="Length of each row of text.")] = 4096,
+    frames: Annotated[int, typer.Option(min=1, max=MOST_CELLS, help="Length of a video.")] = 81,
+    height: Annotated[int, typer.Option(min=1, max=MOST_CELLS, help="Of images and videos, in pixels.")] = 480,
+    width: Annotated[int, typer.Option(min=1, max=MOST_CELLS, help="Of images and videos, in pixels.")] = 832,
     dtype: Annotated[
         Any,
-        typer.Option(parser=options.parse_dtype, metavar="DTYPE", help="With --chips or --topology: of the weights."),
+        typer.Option(parser=options.parse_dtype, metavar="DTYPE", help="Of the weights, for all but the verdict."),
     ] = "bfloat16",
+    html: Annotated[
+        Path | None,
+        typer.Option(help="Write a page that shows all of it here; it needs no network.", show_default=False),
+    ] = None,
     quantize: Quantize = None,
     family: Family = None,
     component: Component = None,
@@ -245,18 +265,32 @@ def audit(
 ) -> None:
     """Check whether meshes fit a model, before any device or weight is touched.
 
-    For a mesh that fits, says what each device holds; for one that does not, everything that stops it and the nearest
-    meshes that fit. The options that tell convert how to read a PyTorch source hold here too. With --chips also
-    traces the forward pass and ranks the meshes (all of that many chips, if none is given) by the time that matrix
-    work, reading the weights and each collective take at the chip's published speeds. With --topology also compiles
-    for TPUs that need not be there (by libtpu), and says what each device would need. Exit status 1 if any given mesh
-    does not fit, or none of the chips' meshes holds the weights.
+    For a mesh that fits, says what each device holds, weights and what a pass needs beside them; for one that does not,
+    everything that stops it and the nearest meshes that fit; for both each dim, and what stops larger degrees. The
+    options that tell convert how to read a PyTorch source hold here too. With --chips ranks the meshes (all of that
+    many chips, if none is given) by the time that matrix work, reading the weights and each collective take at the
+    chip's published speeds, and says what would fit where nothing does. With --compile or --topology also compiles for
+    TPUs that need not be there (by libtpu), and says what each device would need. Exit status 1 if any given mesh does
+    not fit, or none of the meshes fits the chips' memory.
     """
     if not mesh and chips is None:
         raise typer.BadParameter("give meshes to check, or chips to choose meshes for", param_hint="--mesh, --chips")
-    commands = _commands()
-    sizes = commands.TraceSizes(batch=batch, tokens=tokens, frames=frames, height=height, width=width)
-    ahead = commands.Ahead(topology=topology, chips=chips, sizes=sizes, dtype=dtype)
+    if compiles and chips is None:
+        raise typer.BadParameter("needs chips to compile for", param_hint="--compile")
+    with uninterrupted():
+        from shardzoo.cli import auditing
+    sizes = auditing.TraceSizes(batch=batch, tokens=tokens, frames=frames, height=height, width=width)
+    ahead = auditing.Ahead(
+        topology=topology,
+        chips=chips,
+        sizes=sizes,
+        dtype=dtype,
+        compile=compiles,
+        train=train,
+        at_rest=at_rest,
+        new=new_tokens,
+        microbatches=microbatches,
+    )
     reading = {
         "family": family,
         "component": component,
@@ -265,7 +299,7 @@ def audit(
         "variant": variant,
         "select": select,
     }
-    if not commands.audit(target, mesh or [], ahead=ahead, quantize=quantize, json=json, **reading):
+    if not auditing.audit(target, mesh or [], ahead=ahead, quantize=quantize, html=html, json=json, **reading):
         raise typer.Exit(1)
 
 

@@ -16,9 +16,9 @@ from shardzoo.cli import audit as judging
 from shardzoo.cli import reports, targets
 from shardzoo.cli.interrupts import uninterrupted
 from shardzoo.cli.terminal import count_text, note, progress_bar, say, say_json, say_table, size_text, working
-from shardzoo.errors import InputError, fail_if
+from shardzoo.errors import InputError
 from shardzoo.zoo import layout
-from shardzoo.zoo.families import TraceSizes, family_names, find_family
+from shardzoo.zoo.families import family_names, find_family
 from shardzoo.zoo.mesh import Degrees
 
 MODEL = "model"  # what the one model of a checkpoint that is no pipeline is called
@@ -114,134 +114,6 @@ def _say_report(report: Any, lines: Callable[[Any], Iterable[str]], json: bool) 
         say_json(report.to_json())
     else:
         say("\n".join(lines(report)))
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Ahead:
-    """What to compile and predict ahead of time.
-
-    Attributes:
-        topology: the slice to compile for, as libtpu names it.
-        chips: the slice to predict times on, as users name it.
-        sizes: of the inputs.
-        dtype: of the weights.
-    """
-
-    topology: str | None
-    chips: str | None
-    sizes: TraceSizes
-    dtype: np.dtype | None
-
-
-def audit(
-    target: str,
-    meshes: Sequence[Degrees],
-    *,
-    component: list[str] | None,
-    ahead: Ahead,
-    quantize: str | None,
-    json: bool,
-    **reading: Any,
-) -> bool:
-    """Prints the verdict on each mesh, for each component of a pipeline; whether all of them fit.
-
-    With chips also the ranking of these meshes, or of all; it is then whether one of them holds the weights.
-    """
-    found = [_quantized(one, quantize) for one in targets.find_targets(target, component, **reading)]
-    judged = [_Judged(one, [judging.judge(one.declared, degrees) for degrees in meshes]) for one in found]
-    for one in judged:
-        one.ranking = _rank(one.target, meshes, ahead)
-        one.compiled = _compile(one.target, one.verdicts, ahead)
-    if json and len(judged) == 1:
-        say_json(judged[0].to_json())
-    elif json:
-        say_json({"target": target, "components": [one.to_json() for one in judged]})
-    else:
-        say("\n".join(line for one in judged for line in one.lines()))
-    fit = all(verdict.fits for one in judged for verdict in one.verdicts)
-    return fit and all(one.ranking is None or one.ranking.fits for one in judged)
-
-
-def _rank(found: targets.Target, meshes: Sequence[Degrees], ahead: Ahead) -> Any:
-    """The ranking of meshes on the chips that were named, or None."""
-    if ahead.chips is None:
-        return None
-    with uninterrupted():
-        from shardzoo.cli import chips, prediction
-
-    where = chips.parse(ahead.chips)
-    declared = found.declared if ahead.dtype is None else layout.astype(found.declared, ahead.dtype)
-    with working("tracing"):
-        return prediction.rank(find_family(found.family), declared, where, ahead.sizes, meshes)
-
-
-def _quantized(target: targets.Target, kind: str | None) -> targets.Target:
-    """The target with its weights quantized, where it has some that can be."""
-    if kind is None:
-        return target
-    with uninterrupted():
-        from shardzoo.zoo import quantize
-
-    there = quantize.kind_of(target.declared)
-    if there not in (None, kind):
-        raise InputError(f"{target.name}: quantize={kind!r}, and its weights are {there} already: leave quantize out")
-    if not quantize.quantizable(target.declared, kind):
-        note(f"note: {target.name}: has no weights that are quantized")
-        return target
-    return dataclasses.replace(target, declared=quantize.declare(target.declared, kind))
-
-
-@dataclasses.dataclass
-class _Judged:
-    """A target, the verdict on each mesh, and what the compiler said of those that fit."""
-
-    target: targets.Target
-    verdicts: list[judging.Verdict]
-    compiled: dict[judging.Verdict, Any] = dataclasses.field(default_factory=dict)
-    ranking: Any = None
-
-    def to_json(self) -> dict[str, Any]:
-        count, size = judging.total(self.target.declared)
-        ahead = {verdict: compiled.to_json() for verdict, compiled in self.compiled.items()}
-        return {
-            "target": self.target.name,
-            "kind": self.target.kind,
-            "family": self.target.family,
-            "parameters": count,
-            "parameter_bytes": size,
-            "meshes": [verdict.to_json() | {"compiled": ahead.get(verdict)} for verdict in self.verdicts],
-            "ranking": self.ranking and self.ranking.to_json(),
-        }
-
-    def lines(self) -> Iterator[str]:
-        """The verdicts as text."""
-        one, (count, size) = self.target, judging.total(self.target.declared)
-        yield f"{one.name} ({one.family}, {one.kind}): {count_text(count)} parameters, {size_text(size)}"
-        for verdict in self.verdicts:
-            yield from verdict.lines()
-            yield from self.compiled[verdict].lines() if verdict in self.compiled else ()
-        yield from self.ranking.lines() if self.ranking is not None else ()
-
-
-def _compile(found: targets.Target, verdicts: Sequence[judging.Verdict], ahead: Ahead) -> dict[judging.Verdict, Any]:
-    """For each verdict on a mesh that fits, what the compiler says of it; nothing where no slice was named."""
-    if ahead.topology is None:
-        return {}
-    with uninterrupted():
-        from shardzoo.cli import topology
-
-    devices = topology.topology_devices(ahead.topology)
-    wrong = [f"mesh ({v.degrees}) has {v.degrees.devices}" for v in verdicts if v.degrees.devices != len(devices)]
-    fail_if(wrong, f"topology={ahead.topology!r} has {len(devices)} devices, so must every mesh")
-    family = find_family(found.family)
-    with working("compiling"):
-        return {
-            verdict: topology.compile_forward(
-                family, found.declared, verdict.degrees, devices, ahead.sizes, ahead.dtype
-            )
-            for verdict in verdicts
-            if verdict.fits
-        }
 
 
 def inspect(checkpoint: Path, *, component: list[str] | None, json: bool) -> None:

@@ -55,6 +55,13 @@ def parse_quantize(text: str) -> str:
     return text
 
 
+def parse_at_rest(text: str) -> str:
+    """The axis that weights are split over at rest."""
+    if text not in ("data", "context"):
+        raise typer.BadParameter(f"{text!r} is not one of data, context")
+    return text
+
+
 def parse_lora(text: str) -> Any:
     """`style.safetensors=0.8`, `transformer_2:low.safetensors` or a plain path (`Lora`)."""
     from shardzoo.cli.weights import Lora

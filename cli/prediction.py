@@ -1,27 +1,29 @@
-"""How long a forward pass takes on given chips, by arithmetic: which mesh to use, before anything is compiled.
+"""How long a pass takes on given chips, and what they hold, by arithmetic: which mesh to use, with nothing compiled.
 
 The work and the collectives are those of the traced program (`zoo.costs`). Each part is taken at the chip's published
-speed and nothing is hidden behind anything else: matrix work at the peak of 16-bit floats, or each weight read once
-from HBM, whichever takes longer; then collectives, in rings over the two links of one dim of the torus. What a program
-does beside these is left out, so the figures rank meshes and bound what can be reached; they are no measurement.
+speed: matrix work at the peak of 16-bit floats, or each weight read once from HBM, whichever takes longer; then
+collectives, in rings over the two links of one dim of the torus. A step's time has nothing hidden behind anything;
+beside it stands how much of the links' time could be, by what depends on what. What a program does beside these is left
+out, so the figures rank meshes and bound what can be reached; they are no measurement.
 """
 
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jax._src.mesh import AbstractDevice  # what a mesh of no devices says of them has no public name
 from jax.sharding import AbstractMesh, AxisType
 
 from shardzoo.cli.audit import Verdict, judge, total
-from shardzoo.cli.chips import Slice
+from shardzoo.cli.chips import Chip, Slice
+from shardzoo.cli.memory import Memory, memory_of, trace
 from shardzoo.cli.terminal import size_text
 from shardzoo.errors import InputError
 from shardzoo.zoo import layout
-from shardzoo.zoo.costs import Collective, Costs, costs_of
-from shardzoo.zoo.families import Family, TraceSizes, family_names, find_family
+from shardzoo.zoo.costs import Collective, Costs, costs_by
+from shardzoo.zoo.families import Family, TraceSizes
 from shardzoo.zoo.mesh import AXES, Degrees
 
 RINGS = 2  # links of a chip in one dim of the torus: a ring runs both ways
@@ -29,88 +31,162 @@ SHOWN = 6  # meshes in a ranking
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Link:
+    """The collectives of one kind, axes and place, in time.
+
+    Attributes:
+        seconds: of all of them.
+        hidden: the most of it that work beside them could hide.
+    """
+
+    collective: Collective
+    seconds: float
+    hidden: float
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self.collective) | {"seconds": self.seconds, "hidden_seconds": self.hidden}
+
+    def row(self) -> str:
+        c = self.collective
+        each = size_text(c.sent_bytes / c.count)
+        where = "once" if c.runs == 1 else f"{c.runs} blocks"
+        return (
+            f"    {c.kind:18} {'+'.join(c.axes):10} {c.count // c.runs:>4} {where:>10} {each:>10} {c.count:>6}"
+            f" {size_text(c.sent_bytes):>10} {_ms(self.seconds)} {_ms(self.hidden)}"
+        )
+
+
+LINKS_HEADER = (
+    f"    {'collective':18} {'over':10} {'each':>4} {'in':>10} {'sends':>10} {'all':>6} {'bytes':>10} {'ms':>9}"
+    f" {'can hide':>9}"
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Prediction:
     """One mesh of a slice that fits the model's dims.
 
     Attributes:
-        weight_bytes: of parameters on each chip.
-        fits_memory: whether they are less than its memory.
+        weight_bytes: of parameters on each device, as the declaration splits them.
+        memory: of all that a device holds.
+        room: what a program may have on a device.
         compute, reading: seconds of matrix work; of reading the weights once.
-        links: seconds of each collective.
+        links: the collectives.
         utilisation: matrix work over what all chips could do in `seconds`; an upper bound.
     """
 
     degrees: Degrees
     weight_bytes: int
-    fits_memory: bool
+    memory: Memory
+    room: int
     costs: Costs
     compute: float
     reading: float
-    links: tuple[tuple[Collective, float], ...]
+    links: tuple[Link, ...]
     utilisation: float
+
+    @property
+    def fits_memory(self) -> bool:
+        return self.memory.total <= self.room
 
     @property
     def sending(self) -> float:
         """Seconds of all collectives."""
-        return sum((seconds for _, seconds in self.links), 0.0)
+        return sum((link.seconds for link in self.links), 0.0)
+
+    @property
+    def hidden(self) -> float:
+        """The most of them that work could hide; no more than there is work."""
+        return min(sum((link.hidden for link in self.links), 0.0), self.compute)
 
     @property
     def seconds(self) -> float:
-        """Of the whole pass."""
+        """Of the whole pass, with nothing hidden."""
         return max(self.compute, self.reading) + self.sending
 
     def to_json(self) -> dict[str, Any]:
         return {
             "mesh": str(self.degrees),
             "seconds": self.seconds,
+            "seconds_with_links_hidden": self.seconds - self.hidden,
             "parameter_bytes_per_chip": self.weight_bytes,
-            "parameters_fit_memory": self.fits_memory,
+            "memory": self.memory.to_json(),
+            "room": self.room,
+            "fits_memory": self.fits_memory,
             "matrix_flops_per_chip": self.costs.flops,
             "compute_seconds": self.compute,
+            "compute_share_by_part": {part: n / self.costs.passes for part, n in self.costs.parts.items()},
             "weight_reading_seconds": self.reading,
-            "collectives": [dataclasses.asdict(c) | {"seconds": seconds} for c, seconds in self.links],
+            "collectives": [link.to_json() for link in self.links],
             "utilisation_bound": self.utilisation,
         }
 
     def row(self) -> str:
-        parts = f"{_ms(self.seconds)} {_ms(self.compute)} {_ms(self.reading)} {_ms(self.sending)}"
-        note = "" if self.fits_memory else "  weights exceed the chip's memory"
-        return f"  {self.degrees!s:30} {size_text(self.weight_bytes):>10} {parts} {self.utilisation:6.0%}{note}"
+        parts = f"{_ms(self.seconds)} {_ms(self.compute)} {_ms(self.reading)} {_ms(self.sending)} {_ms(self.hidden)}"
+        note = "" if self.fits_memory else "  too much"
+        return f"  {self.degrees!s:26} {size_text(self.memory.total):>10} {parts} {self.utilisation:5.0%}{note}"
+
+    def lines(self) -> Iterator[str]:
+        """What the mesh's step is made of."""
+        yield from self.memory.lines(self.room)
+        yield from self.work_lines()
+
+    def work_lines(self) -> Iterator[str]:
+        flops = f"{self.costs.flops / 1e12:.3g} TFLOP a chip, {1000 * self.compute:.1f} ms at its peak"
+        yield f"  matrix work: {flops}; utilisation at most {self.utilisation:.0%}"
+        for part, passes in sorted(self.costs.parts.items(), key=lambda one: -one[1]):
+            share = passes / self.costs.passes
+            if share >= 0.001:
+                bar = "#" * round(36 * share)
+                yield f"    {part:22} {_ms(share * self.compute)} ms {share:6.1%} {bar}".rstrip()
+        if self.links:
+            yield f"  links: {1000 * self.sending:.1f} ms, of which {1000 * self.hidden:.1f} can hide behind work"
+            yield LINKS_HEADER
+            yield from (link.row() for link in sorted(self.links, key=lambda link: -link.seconds))
+        else:
+            yield "  links: none"
 
 
-HEADER = f"  {'mesh':30} {'weights':>10} {'step ms':>9} {'compute':>9} {'reading':>9} {'links':>9} {'bound':>6}"
+HEADER = (
+    f"  {'mesh':26} {'memory':>10} {'step ms':>9} {'compute':>9} {'reading':>9} {'links':>9} {'can hide':>9}"
+    f" {'bound':>5}"
+)
 
 
 def _ms(seconds: float) -> str:
-    return f"{1000 * seconds:9.1f}"
+    return f"{1000 * seconds:9.1f}" if seconds < 1000 else f"{1000 * seconds:9.3g}"
 
 
-def predict(family: Family, declared: Any, verdict: Verdict, where: Slice, sizes: TraceSizes) -> Prediction:
-    """What the family's forward pass takes on a mesh that fits.
+def predict(
+    family: Family, declared: Any, verdict: Verdict, where: Slice, sizes: TraceSizes, *, train: bool = False
+) -> Prediction:
+    """What the family's forward pass takes on a mesh that fits; with `train` also its gradients.
 
     Raises:
-        InputError: the family has no forward pass to trace.
+        InputError: the family has no forward pass to trace, or one whose work cannot be counted.
     """
-    if family.trace is None:
-        able = ", ".join(name for name in family_names() if find_family(name).trace)
-        raise InputError(f"family={family.name!r} has no forward pass to trace: {able} have")
-    chip, degrees = where.chip, verdict.degrees
-    mesh = abstract_mesh(degrees, chip.kind)
-    function, arguments = family.trace(declared, mesh, sizes)
-    costs = costs_of(function, mesh, layout.abstract(declared, mesh), *arguments)
+    chip, degrees = where.chip.device, verdict.degrees
+    traced = trace(family, declared, abstract_mesh(degrees, chip.kind), sizes, train=train)
+    costs = costs_by(traced.jaxpr, degrees.sizes, *traced.arguments)
     compute, reading = costs.passes / chip.flops, verdict.device_bytes / chip.hbm
-    links = tuple((c, c.link_bytes / (RINGS * chip.link)) for c in costs.collectives)
-    whole = max(compute, reading) + sum(seconds for _, seconds in links)
+    links = tuple(_link(collective, chip) for collective in costs.collectives)
+    whole = max(compute, reading) + sum((link.seconds for link in links), 0.0)
     return Prediction(
         degrees=degrees,
         weight_bytes=verdict.device_bytes,
-        fits_memory=verdict.device_bytes < chip.memory,
+        memory=memory_of(declared, degrees, traced, train=train),
+        room=chip.usable,
         costs=costs,
         compute=compute,
         reading=reading,
         links=links,
         utilisation=costs.flops / chip.flops / whole,
     )
+
+
+def _link(collective: Collective, chip: Chip) -> Link:
+    seconds = collective.link_bytes / (RINGS * chip.link)
+    return Link(collective=collective, seconds=seconds, hidden=min(seconds, collective.beside / chip.flops))
 
 
 def abstract_mesh(degrees: Degrees, kind: str) -> AbstractMesh:
@@ -131,6 +207,27 @@ def meshes_of(chips: int, batch: int) -> list[Degrees]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Remedy:
+    """Something that would fit where nothing does; by the same arithmetic.
+
+    Attributes:
+        what: it is that is changed.
+        degrees: the mesh that it fits on.
+        memory: bytes that a chip then holds.
+    """
+
+    what: str
+    degrees: Degrees
+    memory: int
+
+    def to_json(self) -> dict[str, Any]:
+        return {"what": self.what, "mesh": str(self.degrees), "memory": self.memory}
+
+    def line(self) -> str:
+        return f"    {self.what}: {self.degrees}, {size_text(self.memory)} a chip"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Ranking:
     """Meshes of one slice, best first; those that fit memory before those that do not.
 
@@ -138,6 +235,8 @@ class Ranking:
         misfits: meshes that the model's dims do not allow, with the first reason.
         dtypes: of the weights.
         least_chips: that hold the weights between them, whatever the mesh.
+        remedies: the smallest changes that would fit, where no mesh does.
+        train: whether gradients are taken, and an optimizer's state is held.
     """
 
     where: Slice
@@ -145,77 +244,119 @@ class Ranking:
     misfits: Mapping[Degrees, str]
     dtypes: frozenset[str]
     least_chips: int
+    remedies: tuple[Remedy, ...] = ()
+    train: bool = False
 
     @property
     def fits(self) -> bool:
-        """Whether one of the meshes holds the weights."""
+        """Whether one of the meshes fits the chips' memory."""
         return any(p.fits_memory for p in self.predictions)
+
+    @property
+    def best(self) -> Prediction | None:
+        return self.predictions[0] if self.predictions else None
 
     def to_json(self) -> dict[str, Any]:
         return {
             "chips": self.where.name,
             "count": self.where.chips,
             "dtypes": sorted(self.dtypes),
+            "train": self.train,
             "meshes": [p.to_json() for p in self.predictions],
+            "best_because": self.why(),
             "do_not_fit": {str(degrees): reason for degrees, reason in self.misfits.items()},
             "least_chips_for_the_weights": self.least_chips,
+            "remedies": [remedy.to_json() for remedy in self.remedies],
         }
 
     def lines(self) -> Iterator[str]:
         """The ranking as text."""
-        chip = self.where.chip
+        chip, pairs = self.where.chip, self.where.chip.devices > 1
+        counted = f" ({self.where.devices} devices, {chip.devices} to a chip)" if pairs else ""
         yield (
-            f"on {self.where.name}: {self.where.chips} chips of {chip.memory >> 30} GiB, {chip.flops / 1e12:.0f}"
-            f" TFLOP/s, {chip.hbm / 1e9:.0f} GB/s, {chip.link / 1e9:.0f} GB/s a link"
+            f"on {self.where.name}: {self.where.chips} chips{counted} of {chip.memory >> 30} GiB,"
+            f" {chip.flops / 1e12:.0f} TFLOP/s, {chip.hbm / 1e9:.0f} GB/s, {chip.link / 1e9:.0f} GB/s a link"
         )
         if not self.predictions:
             yield "  none of these meshes fits the model's dims:"
-            yield from (f"  not {degrees}: {reason}" for degrees, reason in self.misfits.items())
+            yield from self._misfit_lines()
             return
-        kinds = " and ".join(sorted(self.dtypes))
-        yield f"one forward pass, nothing hidden behind anything; weights in {kinds}"
+        what = "one forward pass and its gradients" if self.train else "one forward pass"
+        yield f"{what}, nothing hidden behind anything; weights in {' and '.join(sorted(self.dtypes))}"
         yield HEADER
         yield from (p.row() for p in self.predictions[:SHOWN])
         if len(self.predictions) > SHOWN:
             yield f"  and {len(self.predictions) - SHOWN} slower ones (--json has all)"
         if self.fits:
-            best = self.predictions[0]
-            yield f"  best: {best.degrees}: {_why(best)}"
+            yield f"  best: {self.predictions[0].degrees}: {self.why()}"
         else:
-            yield (
-                f"  no mesh holds the weights: {self.least_chips} chips of {self.where.version} would, or 8-bit weights"
-                " (--quantize), or blocks kept in host memory (generate --offload)"
-            )
-        for degrees, reason in self.misfits.items():
-            yield f"  not {degrees}: {reason}"
+            yield f"  no mesh of {self.where.name} fits ({self.least_chips} chips for the weights alone); what would:"
+            yield from (remedy.line() for remedy in self.remedies)
+            if not self.remedies:
+                yield "    nothing that was tried: more chips, 8-bit weights, blocks in host memory, smaller inputs"
+        yield from self._misfit_lines()
 
+    def _misfit_lines(self) -> Iterator[str]:
+        yield from (f"  not {degrees}: {reason}" for degrees, reason in self.misfits.items())
 
-def _why(best: Prediction) -> str:
-    bound = "matrix work" if best.compute >= best.reading else "reading weights"
-    links = best.sending / best.seconds
-    return f"{bound} {1 - links:.0%} of the step, links {links:.0%}"
+    def why(self) -> str:
+        """What the best mesh's step is made of, and what the next one pays more for."""
+        if not self.predictions:
+            return ""
+        best = self.predictions[0]
+        bound = "matrix work" if best.compute >= best.reading else "reading weights"
+        share = best.sending / best.seconds
+        said = f"{bound} {1 - share:.0%} of the step, links {share:.0%}"
+        others = [p for p in self.predictions[1:] if p.fits_memory == best.fits_memory]
+        if not others:
+            return said
+        second = others[0]
+        names = ("compute", "reading", "sending")
+        more = {name: getattr(second, name) - getattr(best, name) for name in names}
+        most = max(more, key=lambda name: more[name])
+        words = {"compute": "of matrix work", "reading": "of reading weights", "sending": "on the links"}[most]
+        slower = second.seconds / best.seconds - 1
+        return f"{said}; {second.degrees} takes {slower:.0%} longer: {1000 * more[most]:.1f} ms more {words}"
 
 
 def rank(
-    family: Family, declared: Any, where: Slice, sizes: TraceSizes, given: Sequence[Degrees] | None = None
+    family: Family,
+    declared: Any,
+    where: Slice,
+    sizes: TraceSizes,
+    given: Sequence[Degrees] | None = None,
+    *,
+    train: bool = False,
+    at_rest: Callable[[Degrees], Any] | None = None,
 ) -> Ranking:
-    """The given meshes, or all of so many chips, by predicted time.
+    """The given meshes, or all of so many chips, by predicted time; `at_rest` gives the declaration that is for a mesh.
 
     Raises:
-        InputError: given meshes of another number of chips; as `predict`.
+        InputError: given meshes of another number of devices; as `predict`.
     """
-    wrong = [str(d) for d in given or () if d.devices != where.chips]
+    wrong = [str(d) for d in given or () if d.devices != where.devices]
     if wrong:
-        raise InputError(
-            f"chips={where.name!r} are {where.chips}, and mesh ({'), ('.join(wrong)}) is of another number"
-        )
-    verdicts = [judge(declared, degrees) for degrees in given or meshes_of(where.chips, sizes.batch)]
-    made = [predict(family, declared, verdict, where, sizes) for verdict in verdicts if verdict.fits]
+        counted = where.chips if where.chip.devices == 1 else f"{where.chips} chips of {where.devices} devices"
+        raise InputError(f"chips={where.name!r} are {counted}, and mesh ({'), ('.join(wrong)}) is of another number")
+    verdicts = [judge(declared, degrees) for degrees in given or meshes_of(where.devices, sizes.batch)]
+    if at_rest is not None:
+        fitting = [judge(at_rest(verdict.degrees), verdict.degrees) for verdict in verdicts if verdict.fits]
+    else:
+        fitting = [verdict for verdict in verdicts if verdict.fits]
+    of = at_rest or (lambda _: declared)
+    made = [predict(family, of(v.degrees), v, where, sizes, train=train) for v in fitting]
     _, size = total(declared)
     return Ranking(
         where=where,
-        predictions=tuple(sorted(made, key=lambda p: (not p.fits_memory, p.seconds))),
+        predictions=tuple(sorted(made, key=_order)),
         dtypes=frozenset(param.dtype.name for param in layout.named(declared).values()),
         misfits={v.degrees: v.problems[0] for v in verdicts if not v.fits},
-        least_chips=math.floor(size / where.chip.memory) + 1,
+        least_chips=math.floor(size / (where.chip.usable)) + 1,
+        train=train,
     )
+
+
+def _order(prediction: Prediction) -> tuple[bool, float]:
+    """The fastest first; of those that take too much memory those that take least, after them."""
+    fits = prediction.fits_memory
+    return not fits, prediction.seconds if fits else float(prediction.memory.total)

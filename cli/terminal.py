@@ -6,6 +6,7 @@ Progress is drawn on a terminal only; everything else is plain text, so that out
 import contextlib
 import json
 import sys
+import textwrap
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -27,6 +28,7 @@ from shardzoo.progress import Progress
 
 BAR_AFTER = 1.0  # seconds of work before a bar is worth its flicker
 WIDE = 120  # columns that leave room for the name of what is worked on
+REPORT = 100  # columns of a report
 PIPED_WIDTH = 10_000  # columns: no line of a piped table is folded
 
 
@@ -37,6 +39,12 @@ def error_console() -> Console:
 def say(text: str) -> None:
     """One line of a result, as it is (no markup)."""
     print(text)
+
+
+def folded(line: str) -> str:
+    """A line of a report in as many of at most `REPORT` columns as it needs, the further ones set in."""
+    indent = len(line) - len(line.lstrip()) + 2
+    return "\n".join(textwrap.wrap(line, REPORT, subsequent_indent=" " * indent, break_long_words=False)) or line
 
 
 def note(text: str) -> None:

@@ -51,8 +51,13 @@ class Compiled:
     temporary_bytes: int
     collectives: Mapping[str, int]
 
+    @property
+    def total_bytes(self) -> int:
+        """All of it."""
+        return self.argument_bytes + self.output_bytes + self.temporary_bytes
+
     def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        return dataclasses.asdict(self) | {"total_bytes": self.total_bytes}
 
     def lines(self) -> Iterator[str]:
         """The figures as text."""

@@ -15,7 +15,7 @@ from shardzoo.zoo.mesh import Degrees
 TINY = decoder.Config(vocab=64, embed=32, layers=3, heads=8, kv_heads=4, head_dim=8, mlp=64)
 
 
-@pytest.mark.parametrize("name, count", [("v5e-8", 8), ("v6e-4", 4), ("v5p-8", 4), ("v4-16", 8)])
+@pytest.mark.parametrize("name, count", [("v5e-8", 8), ("v6e-4", 4), ("v5p-8", 4), ("v4-16", 8), ("v7x-8", 4)])
 def test_names_of_slices(name, count):
     where = chips.parse(name)
     assert where.chips == count and where.chip is chips.CHIPS[name.split("-")[0]]
@@ -33,6 +33,28 @@ def test_more_chips_than_slices_have(name, most):
         chips.parse(name)
 
 
+def test_a_chip_of_two_devices():
+    """A mesh of v7x is of twice as many devices as chips, each with half of what a chip has."""
+    where = chips.parse("tpu7x-8")
+    assert (where.chips, where.devices, where.topology) == (4, 8, "tpu7x:2x2x1")
+    chip, device = where.chip, where.chip.device
+    assert (device.flops, device.hbm, device.memory) == (2307e12 / 2, 7380e9 / 2, 96 * 2**30)
+    assert (chip.flops, chip.memory, device.device) == (2307e12, 192 * 2**30, device)
+    ended = invoke("audit", "decoder/smollm2-360m", "--chips", "v7x-2", "--tokens", 64, "--json")
+    assert ended.status == 0, ended.err
+    assert [m["mesh"] for m in json.loads(ended.out)["ranking"]["meshes"]] == ["context=2"]
+
+
+@pytest.mark.parametrize("name, shape", [("v5e-8", "v5e:2x4"), ("v6e-4", "v6e:2x2"), ("v5p-16", "v5p:2x2x2")])
+def test_the_shape_that_is_compiled_for(name, shape):
+    assert chips.parse(name).topology == shape
+
+
+def test_a_slice_of_no_usual_shape_is_not_compiled_for():
+    with pytest.raises(InputError, match="for 6 chips there is no shape: use 1, 4, 8"):
+        _ = chips.parse("v5e-6").topology
+
+
 def test_half_a_chip():
     with pytest.raises(InputError, match="count cores, 2 to a chip: use v5p-6"):
         chips.parse("v5p-5")
@@ -44,9 +66,12 @@ def test_times_are_costs_over_published_speeds():
     got = prediction.predict(find_family("decoder"), declared, verdict, where, TraceSizes(tokens=32))
     assert got.compute == got.costs.passes / 197e12 > 0
     assert got.reading == verdict.device_bytes / 819e9
-    assert {c.kind for c, _ in got.links} == {"all-reduce", "all-to-all"}
-    assert all(seconds == c.link_bytes / (2 * 50e9) for c, seconds in got.links)
-    assert got.seconds == max(got.compute, got.reading) + sum(seconds for _, seconds in got.links)
+    assert {link.collective.kind for link in got.links} == {"all-reduce", "all-to-all"}
+    for link in got.links:
+        assert link.seconds == link.collective.link_bytes / (2 * 50e9)
+        assert link.hidden == min(link.seconds, link.collective.beside / 197e12)
+    assert got.seconds == max(got.compute, got.reading) + sum(link.seconds for link in got.links)
+    assert sum(got.costs.parts.values()) == got.costs.passes
 
 
 def test_all_meshes_of_the_chips():
@@ -70,7 +95,8 @@ def test_weights_that_no_mesh_holds():
     assert ended.status == 0 and "best: one device" in ended.out
     ended = invoke("audit", "wan/wan2.1-t2v-14b", "--chips", "v5e-1", "--frames", 5, "--height", 64, "--width", 64)
     assert ended.status == 1
-    assert "no mesh holds the weights: 2 chips of v5e would" in ended.out
+    assert "no mesh of v5e-1 fits (2 chips for the weights alone)" in ended.out
+    assert "v5e-2, 2 chips: tensor=2, " in ended.out and "int8 weights (--quantize int8): one device" in ended.out
 
 
 def test_no_mesh_that_the_dims_allow():

@@ -1,0 +1,262 @@
+"""How much memory a program needs on each device beside its arguments: the largest set of values alive at once.
+
+    held = liveness_of(function, model, tokens)      # abstract arrays will do
+    held.peak, held.holds
+
+All is read off the jaxpr; nothing is compiled. Its equations are followed in their order with the shapes of one device
+(those inside `shard_map`), and of each it is known which values are alive. What decides is what a compiler leaves out:
+
+* Elementwise operations, casts, slices, broadcasts and changes of shape are computed where they are read (fused). Such
+  a value takes no memory, it keeps alive what it is computed from; unless that is more than itself and it is read more
+  than once, or unless what reads it wants it in memory: a kernel, a collective, a loop, a product, a result.
+* A value takes the place of one that dies where it is made, if it is no larger: of loops the carry stands once.
+* A loop's stacked inputs are read where they lie; its stacked results are there from its start.
+* Buffers of TPUs are made of tiles of 8 x 128 (of 32 bits): the last two dims are padded to them, in whichever order
+  of the dims pads least.
+"""
+
+import collections
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import Jaxpr, JaxprEqn
+
+from shardzoo.zoo.program import ALIAS, CAST, PRODUCTS, VIEWS, Program, Step, Value
+
+# What is made in memory of its own, whoever reads it.
+_MADE = frozenset(
+    (
+        "dot_general", "conv_general_dilated", "pallas_call", "gather", "scatter", "scatter-add", "scatter_add", "sort",
+        "top_k", "dynamic_update_slice", "scan", "while", "cond", "psum", "psum_invariant", "pmax", "pmin",
+        "all_gather", "all_gather_invariant", "reduce_scatter", "all_to_all", "ppermute", "cumsum", "cumprod", "fft",
+        "triangular_solve", "reduce_window_sum", "reduce_window_max", "argmax", "argmin",
+    )
+)  # fmt: skip
+# What reads its operands out of memory: they are made before it.
+_READS = _MADE - {"gather", "cumsum", "argmax", "argmin", "dynamic_update_slice"}
+LANES, SUBLANES = 128, 8  # of a TPU's tile of 32-bit numbers
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Held:
+    """Memory of a program on each device, beside its arguments.
+
+    Attributes:
+        peak: bytes of temporaries and results at the worst moment.
+        results: bytes of results.
+        inputs: bytes of each argument's leaves.
+        unread: places among the inputs that nothing reads; a compiler leaves them out.
+        where: the function in whose code that moment is.
+        holds: the largest values alive then: what made each, with shape and dtype, and its bytes.
+    """
+
+    peak: int
+    results: int
+    inputs: tuple[int, ...]
+    unread: frozenset[int]
+    where: str
+    holds: tuple[tuple[str, int], ...]
+
+
+def liveness_of(function: Callable, *arguments: Any, tiled: bool = True) -> Held:
+    """The memory of `function(*arguments)`, which may be abstract; `tiled` pads buffers to a TPU's tiles."""
+    return held_by(jax.make_jaxpr(function)(*arguments).jaxpr, tiled=tiled)
+
+
+def held_by(jaxpr: Jaxpr, *, tiled: bool = True) -> Held:
+    """The same of a traced program."""
+    program = _Program(jaxpr, tiled)
+    moment = program.run()
+    return Held(
+        peak=round(moment.size),
+        results=round(sum(program.size(v) for v in program.results())),
+        inputs=tuple(round(program.size(v)) for v in program.inputs),
+        unread=program.unread(),
+        where=moment.where,
+        holds=tuple(sorted(moment.holds, key=lambda one: -one[1])[:8]),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Moment:
+    """The worst moment: bytes beside those of the program's inputs."""
+
+    size: float = 0.0
+    where: str = ""
+    holds: tuple[tuple[str, int], ...] = ()
+
+
+class _Program:
+    """A program, which of its values take memory, and what in memory (`roots`) each of the others is computed from."""
+
+    def __init__(self, jaxpr: Jaxpr, tiled: bool):
+        self.tiled, program = tiled, Program(jaxpr)
+        self.steps, self.inputs, self.outputs = program.steps, program.inputs, program.outputs
+        given = [*program.inputs, *program.constants]
+        self.fixed = {id(v) for v in given}
+        self.readers: dict[int, list[Step]] = collections.defaultdict(list)
+        for step in self.steps:
+            for value in {id(v): v for v in step.inputs}.values():
+                self.readers[id(value)].append(step)
+        self.roots: dict[int, frozenset[int]] = {id(v): frozenset([id(v)]) for v in given}
+        self.values: dict[int, Value] = {id(v): v for v in given}
+        self.made: set[int] = set()
+        self._decide()
+
+    def size(self, value: Value) -> float:
+        """Bytes in memory."""
+        dtype = value.aval.dtype
+        itemsize = np.dtype(dtype).itemsize if not jax.dtypes.issubdtype(dtype, jax.dtypes.extended) else 4
+        return value.scale * tiled_bytes(value.aval.shape, itemsize, self.tiled)
+
+    def results(self) -> list[Value]:
+        """The values in memory that the program's results are, or are read from."""
+        roots = frozenset().union(*(self.roots.get(id(v), frozenset()) for v in self.outputs))
+        return [self.values[root] for root in roots - self.fixed]
+
+    def unread(self) -> frozenset[int]:
+        """Places of the inputs that are neither read nor results."""
+        read = {id(v) for v in self.outputs}
+        for step in reversed(self.steps):
+            if step.name != ALIAS or id(step.outputs[0]) in read:
+                read.update(id(v) for v in step.inputs)
+        return frozenset(place for place, v in enumerate(self.inputs) if id(v) not in read)
+
+    def _decide(self) -> None:
+        """Which values are made in memory, and what each of the others is computed from."""
+        results = {id(v) for v in self.outputs}
+        for step in self.steps:
+            roots = frozenset().union(*(self.roots.get(id(v), frozenset()) for v in step.inputs))
+            made = step.name in _MADE or step.name.startswith("reduce_")
+            for value in step.outputs:
+                self.values[id(value)] = value
+                if made or self._wanted(step, value, roots, results):
+                    self.made.add(id(value))
+                    self.roots[id(value)] = frozenset([id(value)])
+                else:
+                    self.roots[id(value)] = roots
+
+    def _wanted(self, step: Step, value: Value, roots: frozenset[int], results: set[int]) -> bool:
+        """Whether a value that could be computed where it is read is made in memory all the same."""
+        if (step.name in VIEWS and len(roots) == 1) or not roots:
+            return False
+        readers = self._final_readers(value)
+        if id(value) in results or any(r.name in _READS for r in readers):
+            return not (step.name == CAST and all(r.name in PRODUCTS for r in readers))
+        if len(readers) < 2:
+            return False
+        return self.size(value) <= sum(self.size(self.values[r]) for r in roots if r not in self.fixed)
+
+    def _final_readers(self, value: Value) -> list[Step]:
+        """What reads it, through views."""
+        found: list[Step] = []
+        for reader in self.readers.get(id(value), ()):
+            found += self._final_readers(reader.outputs[0]) if reader.name in VIEWS else [reader]
+        return found
+
+    def run(self, free: Iterable[int] = ()) -> _Moment:
+        """The worst moment; inputs at the places `free` end where they are last read, which makes room."""
+        loose = {id(self.inputs[place]) for place in free}
+        ends: dict[int, list[int]] = collections.defaultdict(list)
+        for value, at in self._last_reads().items():
+            ends[at].append(value)
+        alive: dict[int, float] = {}
+        total, worst = 0.0, _Moment()
+        for at, step in enumerate(self.steps):
+            made = [v for v in step.outputs if id(v) in self.made]
+            dying = [v for v in ends[at] if v in alive or v in loose]
+            fresh = sum(self.size(v) for v in made)
+            inner = self._inside(step)
+            now = total + fresh - min(fresh, self._reusable(step, dying)) + inner.size
+            if now > worst.size:
+                worst = self._moment(step, alive, made, now, inner)
+            alive.update((id(v), self.size(v)) for v in made)
+            total += fresh
+            for v in dying:
+                total -= alive.pop(v, self.size(self.values[v]))
+                loose.discard(v)
+        return worst
+
+    def _reusable(self, step: Step, dying: Sequence[int]) -> float:
+        """Bytes of values that die here whose place what is made may take."""
+        if step.name == "scan":
+            consts, carry = step.eqn.params["num_consts"], step.eqn.params["num_carry"]
+            inputs: Sequence[Value] = step.inputs[consts : consts + carry]
+        elif step.name == "while":
+            inputs = step.inputs[step.eqn.params["cond_nconsts"] + step.eqn.params["body_nconsts"] :]
+        elif step.name in _MADE and step.name not in ("dynamic_update_slice", "scatter", "scatter-add"):
+            return 0.0
+        else:
+            inputs = step.inputs
+        roots = frozenset().union(*(self.roots.get(id(v), frozenset()) for v in inputs))
+        return sum((self.size(self.values[v]) for v in dying if v in roots), 0.0)
+
+    def _last_reads(self) -> dict[int, int]:
+        """Value in memory -> the step that reads it last; results are read after all."""
+        last: dict[int, int] = {}
+        for at, step in enumerate(self.steps):
+            last.update((id(v), at) for v in step.outputs if id(v) in self.made)
+            for value in step.inputs:
+                last.update((root, at) for root in self.roots.get(id(value), ()))
+        for value in self.outputs:
+            last.update((root, len(self.steps)) for root in self.roots.get(id(value), ()))
+        return last
+
+    def _moment(
+        self, step: Step, alive: Mapping[int, float], made: Sequence[Value], size: float, inner: _Moment
+    ) -> _Moment:
+        held = dict(alive) | {id(v): self.size(v) for v in made}
+        makers = {id(v): s for s in self.steps for v in s.outputs if id(v) in held}
+        own = tuple((_described(makers[v], self.values[v]), round(bytes)) for v, bytes in held.items())
+        return _Moment(size, inner.where or _function(step.eqn), own + inner.holds)
+
+    def _inside(self, step: Step) -> _Moment:
+        """The worst moment of a loop's body or a condition's branch, beside what the step itself reads and makes."""
+        params = step.eqn.params
+        if step.name == "scan":
+            return self._part(params["jaxpr"]).run(
+                range(params["num_consts"], params["num_consts"] + params["num_carry"])
+            )
+        if step.name == "while":
+            body = self._part(params["body_jaxpr"])
+            return body.run(range(params["body_nconsts"], len(body.inputs)))
+        if step.name == "cond":
+            return max((self._part(b).run() for b in params["branches"]), key=lambda one: one.size)
+        return _Moment()
+
+    def _part(self, closed: Any) -> "_Program":
+        return _Program(closed.jaxpr, self.tiled)
+
+
+@functools.lru_cache(maxsize=4096)
+def tiled_bytes(shape: tuple[int, ...], itemsize: int, tiled: bool = True) -> int:
+    """Bytes of an array in memory; of TPUs in tiles, along those two dims that pad least."""
+    size = math.prod(shape) * itemsize
+    if not tiled or len(shape) < 2 or size == 0:
+        return size
+    rows = SUBLANES * max(1, 4 // itemsize)
+    return min(
+        size // (shape[i] * shape[j]) * (-(-shape[i] // LANES) * LANES) * (-(-shape[j] // rows) * rows)
+        for i, j in itertools.permutations(range(len(shape)), 2)
+    )
+
+
+def _function(eqn: JaxprEqn) -> str:
+    """Where in this package an equation was written: Mlp.__call__."""
+    frames = eqn.source_info.traceback
+    codes = frames.raw_frames()[0] if frames else []
+    for code in codes:
+        if "shardzoo" in code.co_filename or "/zoo/" in code.co_filename or "/kernels/" in code.co_filename:
+            return code.co_qualname.replace(".<locals>", "").replace(".<lambda>", "")
+    return eqn.primitive.name
+
+
+def _described(step: Step, value: Value) -> str:
+    shape = ", ".join(map(str, value.aval.shape))
+    return f"{_function(step.eqn)}: {np.dtype(value.aval.dtype).name}[{shape}]"
