@@ -198,7 +198,16 @@ def agree(what: str, problem: str | None, *, timeout: float | int = TIMEOUT, lan
         InputError: what went wrong, on which processes.
         ProcessTimeout: a process did not arrive in time.
     """
-    found = {p: text for p, text in enumerate(share(what, problem, timeout=timeout, lane=lane)) if text}
+    fail_together(what, share(what, problem, timeout=timeout, lane=lane))
+
+
+def fail_together(what: str, problems: list[str | None]) -> None:
+    """Raises what went wrong on each process, in process order, where any text is not None or empty.
+
+    Raises:
+        InputError: on every process that has the same list, the same.
+    """
+    found = {p: text for p, text in enumerate(problems) if text}
     if not found:
         return
     if jax.process_count() == 1:

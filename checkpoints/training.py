@@ -110,6 +110,7 @@ class Training:
         self._sync, self._timeout = sync, timeout
         self._saved_at = time.monotonic()
         self._at: int | None = None  # the step that was restored or saved last
+        self._before = self._at
         self._metrics: dict[int, float | None] = {}
         self._finishing: threading.Thread | None = None
         self._failure: BaseException | None = None
@@ -127,9 +128,7 @@ class Training:
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 self._take_lock()
-                for entry in list(os.scandir(self.folder)):
-                    if STAGING_SUFFIX in entry.name:
-                        shutil.rmtree(entry.path)
+                self._remove_unfinished()
             except InputError as error:
                 problem = str(error)
             except OSError as error:
@@ -142,6 +141,12 @@ class Training:
         except BaseException:
             self._let_go()
             raise
+
+    def _remove_unfinished(self) -> None:
+        """Removes what is not a whole step; nobody else is at work in the folder."""
+        for entry in list(os.scandir(self.folder)):
+            if STAGING_SUFFIX in entry.name:
+                shutil.rmtree(entry.path)
 
     def _take_lock(self) -> None:
         """Locks the folder for as long as this process lives; NFS keeps that to one machine."""
@@ -208,6 +213,9 @@ class Training:
         if thread is not None:
             thread.join()
         failure, self._failure = self._failure, None
+        if isinstance(failure, InputError):  # on every process: the next save may succeed, and Orbax starts afresh
+            self._at = self._before
+            self._orbax = training_save.checkpointer(self.folder, self._timeout)
         if failure is not None:
             raise failure
 
@@ -288,7 +296,7 @@ class Training:
         self._give_up_later(step)
         self._saved_at = time.monotonic()
         handle = training_save.start(self._orbax, step, self._job(state, step, leaves, numbers))
-        self._at = step
+        self._before, self._at = self._at, step
         self._finishing = threading.Thread(target=self._finish, args=(handle,), name="finish save", daemon=True)
         self._finishing.start()
         if self.stopping:
@@ -365,6 +373,9 @@ class Training:
             if jax.process_index() == 0:
                 self._remove_old()
         except BaseException as error:
+            if jax.process_index() == 0 and isinstance(error, InputError):  # no process writes any more
+                with contextlib.suppress(OSError):
+                    self._remove_unfinished()
             self._failure = error
 
     def _remove_old(self) -> None:

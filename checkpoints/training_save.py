@@ -29,12 +29,12 @@ from shardzoo.checkpoints.manifest import (
     ManifestHeader,
     sha256,
 )
-from shardzoo.checkpoints.orbax_layout import DIGEST_FILE, MANIFEST_FILE, STAGING_SUFFIX, metadata_files
+from shardzoo.checkpoints.orbax_layout import DIGEST_FILE, MANIFEST_FILE, metadata_files
 from shardzoo.checkpoints.save import provenance_of, put_together
 from shardzoo.checkpoints.staging import store_assets
 from shardzoo.checkpoints.store import LeafWriter, storage_error, write_file
 from shardzoo.checkpoints.writer import Placed, build_manifest, place_leaves
-from shardzoo.errors import InputError, fail_if
+from shardzoo.errors import InputError
 from shardzoo.zoo.layout import named
 
 LANE = "save"  # of what the processes tell each other in the background
@@ -72,8 +72,7 @@ class Job:
         """
         mine, problem = self._write_mine(folders)
         parts = distributed.share(self.name, [mine, problem], timeout=self.timeout, lane=LANE)
-        problems = [f"process {p}: {text}" for p, (_, text) in enumerate(parts) if text]
-        fail_if(problems, self.name)
+        distributed.fail_together(self.name, [text for _, text in parts])
         first = jax.process_index() == 0
         problem = self._write_manifest(folders, [done for done, _ in parts]) if first else None
         distributed.agree(self.name, problem, timeout=self.timeout, lane=LANE)
@@ -149,13 +148,8 @@ def place(declared: Any, declared_state: Any, leaves: Mapping[str, Array]) -> Pl
 
 @dc.dataclass(frozen=True)
 class _Item:
-    """Stands for one item of the checkpoint; `job` is with the last one, whose background writes all of them.
+    """Stands for one item of the checkpoint; `job` is with the manifest's, whose background writes all of them."""
 
-    Attributes:
-        folders: where Orbax makes each item's folder, noted as it says so.
-    """
-
-    folders: list
     job: Job | None = None
 
 
@@ -163,8 +157,7 @@ class _Handler:
     """Writes an `_Item`; Orbax notes the handler's name as that of who reads the item."""
 
     async def save(self, directory: Any, checkpointable: _Item) -> Awaitable[None]:
-        checkpointable.folders.append(directory)
-        return _write(checkpointable)
+        return _write(checkpointable.job, directory)
 
     async def load(self, directory: Any, abstract_checkpointable: Any = None) -> Awaitable[Any]:
         raise NotImplementedError(f"{directory}: is read by shardzoo.checkpoints, or by Orbax's own handler")
@@ -191,12 +184,13 @@ class _Json(_Handler):
     __module__, __qualname__ = ocp.handlers.JsonHandler.__module__, ocp.handlers.JsonHandler.__qualname__
 
 
-async def _write(item: _Item) -> None:
-    if item.job is None:
+async def _write(job: Job | None, directory: Any) -> None:
+    if job is None:
         return
-    folders = [Path(await folder.await_creation()) for folder in item.folders]
+    folder = Path(await directory.await_creation())  # with those of the other items, which are named in the same way
+    suffix = folder.name.removeprefix(MANIFEST)
     with jax.set_mesh(None):  # work on single devices is refused under the caller's mesh
-        item.job.write({folder.name.removesuffix(STAGING_SUFFIX): folder for folder in folders})
+        job.write({item: folder.with_name(item + suffix) for item in (PARAMS, OPT_STATE, MANIFEST)})
 
 
 def checkpointer(folder: Path, timeout: float | int) -> ocp.training.Checkpointer:
@@ -207,13 +201,12 @@ def checkpointer(folder: Path, timeout: float | int) -> ocp.training.Checkpointe
     for name in (PARAMS, OPT_STATE):
         registry.add(_Tree, checkpointable_name=name)
     context.checkpointables.registry = registry.add(_Json, checkpointable_name=MANIFEST)
-    return ocp.training.Checkpointer(folder, context=context, lightweight_initialize=True)
+    return ocp.training.Checkpointer(folder, context=context)
 
 
 def start(checkpointer: ocp.training.Checkpointer, step: int, job: Job) -> Any:
     """Begins one save; returns Orbax's handle of it."""
     about = {"format": FORMAT, "version": VERSION, "family": job.header.family, "training": True}
     names = [PARAMS, *([OPT_STATE] if any(path.startswith(OPT_STATE + "/") for path in job.placed) else [])]
-    folders: list = []
-    items = {name: _Item(folders) for name in names} | {MANIFEST: _Item(folders, job)}
+    items = {name: _Item() for name in names} | {MANIFEST: _Item(job)}
     return checkpointer.save_checkpointables_async(step, items, force=True, custom_metadata=about)

@@ -89,10 +89,15 @@ def _serve(path: str, name: str) -> None:
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     for line in sys.stdin:
+        told, tell = os.pipe()
         pid = os.fork()
         if pid == 0:
+            os.read(told, 1)  # until its number is printed, which comes before its own lines
             os._exit(_run(getattr(module, name), json.loads(line)))
         print("PID", pid, flush=True)
+        os.write(tell, b".")
+        os.close(told)
+        os.close(tell)
         print("DONE", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 
 
