@@ -2,10 +2,12 @@
 
 `declare` a model and make its `forward` for a mesh, or `encode`, which makes it an encoder of text; the layers are in
 `decoder_model`, which says what they are made from. Mesh axes: the batch over `data`, the sequence over `context`,
-heads, mlp and vocabulary over the tensor axes, KV heads over `kv`; `pipe` must be 1.
+heads and mlp over the tensor axes, KV heads over `kv`, blocks over `pipe`, the vocabulary over `pipe` and the tensor
+axes.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, runtime_checkable
 
@@ -19,13 +21,13 @@ from jaxtyping import Array, Bool, Float, Int, jaxtyped
 
 from shardzoo.errors import InputError, fail_if
 from shardzoo.kernels.flash_attention.options import varying_like
-from shardzoo.zoo import layout
+from shardzoo.zoo import layout, pipeline
 from shardzoo.zoo.attention import attention
 from shardzoo.zoo.decoder_model import Block, Config, Decoder, by_window
 from shardzoo.zoo.families import Family, TraceSizes, register
 from shardzoo.zoo.in_place import block_at
 from shardzoo.zoo.layers import Residual, check_residual, own_share
-from shardzoo.zoo.mesh import CONTEXT, DATA, TP
+from shardzoo.zoo.mesh import CONTEXT, DATA, PIPE, TP, VOCAB
 from shardzoo.zoo.remat import Remat, check_remat, rematerialised
 from shardzoo.zoo.rope import Rope, rotary
 
@@ -47,6 +49,7 @@ class Run:
     hidden_states: tuple[int, ...] | None = None
     logits: bool = True
     in_place: bool = False
+    microbatches: int = 1
 
 
 @runtime_checkable
@@ -76,6 +79,7 @@ def forward(
     hidden_states: tuple[int, ...] | bool = False,
     logits: bool = True,
     in_place: bool = False,
+    microbatches: int | None = None,
 ) -> Forward:
     """The pure function `f(model, tokens, *, lengths, mask, positions, features, places)`: to be jitted.
 
@@ -101,11 +105,14 @@ def forward(
             and the last one (i = layers) comes after the final norm.
         logits: False leaves out the head and all blocks after the last hidden state.
         in_place: read the weights where they lie, without a gradient: faster on a CPU in 16-bit floats (`in_place.py`).
+        microbatches: how many each device's rows are cut into, which stages of `pipe` work on at the same time; as many
+            as there are stages, and rows for, if not given. More of them leave less idle (`pipeline.bubble`).
 
     Raises:
         InputError: the mesh does not fit the declaration; an unknown residual; hidden states that do not exist.
     """
     layout.audit(declared, mesh)
+    pipeline.check_microbatches("decoder.forward", microbatches)
     check_residual("decoder.forward", residual)
     check_remat("decoder.forward", remat)
     states = tuple(range(declared.config.layers + 1)) if hidden_states is True else hidden_states or None
@@ -119,7 +126,7 @@ def forward(
         in_place=in_place,
     )
     stream = P(DATA, CONTEXT) if residual == "whole" else P(DATA, (CONTEXT, *TP))
-    out_specs = (P(DATA, CONTEXT, TP) if logits else None, None if states is None else P(None, *stream))
+    out_specs = (P(DATA, CONTEXT, VOCAB) if logits else None, None if states is None else P(None, *stream))
     sequence = {name: P(DATA, CONTEXT) for name in ("tokens", "mask", "positions", "places")}
     split = {**sequence, "lengths": P(DATA), "features": P()}
     seq_ways = mesh.shape[CONTEXT] * (1 if residual == "whole" else mesh.shape[TP[0]] * mesh.shape[TP[1]])
@@ -136,12 +143,13 @@ def forward(
         places: Int[Host, "batch seq"] | None = None,
     ) -> Any:
         problems = _problems(declared.config, lengths, mask, positions, features, places)
-        fail_if([*problems, *_missing(declared.config, run, model.blocks)], "decoder.forward")
+        fail_if([*problems, *_missing(declared, run, model.blocks)], "decoder.forward")
         given = {"tokens": tokens, "lengths": lengths, "mask": mask, "positions": positions, "places": places}
-        arrays = {k: pad(jnp.asarray(v), mesh.shape[DATA], seq_ways) for k, v in given.items() if v is not None}
+        cut = pipeline.microbatches_for(microbatches, mesh, tokens.shape[0])
+        arrays = {k: pad(jnp.asarray(v), mesh.shape[DATA] * cut, seq_ways) for k, v in given.items() if v is not None}
         arrays |= {} if features is None else {"features": jnp.asarray(features)}
         shard = jax.shard_map(
-            lambda model, arrays: _forward(model, declared, run, **arrays),
+            lambda model, arrays: _forward(model, declared, dataclasses.replace(run, microbatches=cut), **arrays),
             mesh=mesh,
             in_specs=(layout.specs(declared), {k: split[k] for k in arrays}),
             out_specs=out_specs,
@@ -169,8 +177,8 @@ def _problems(config: Config, lengths, mask, positions, features, places) -> Ite
         yield f"positions: axes {axes} do not go with rope.sections={sections}: give one number for each section"
 
 
-def _missing(config: Config, run: Run, blocks: Block) -> Iterator[str]:
-    there, last = jax.tree.leaves(blocks)[0].shape[0], _last(config, run)
+def _missing(declared: Decoder, run: Run, blocks: Block) -> Iterator[str]:
+    there, last = pipeline.layers_of(blocks, pipeline.rounds_of(declared)), _last(declared.config, run)
     if there < last:
         wanted = "logits come" if run.logits else f"hidden state {last} comes"
         yield f"model has {there} blocks, and {wanted} after {last}: give it those"
@@ -210,33 +218,60 @@ def _forward(
     declared: Decoder,
     run: Run,
     *,
-    tokens: Int[Array, "batch seq"],
-    lengths: Int[Array, " batch"] | None = None,
-    mask: Bool[Array, "batch seq"] | None = None,
-    positions: Int[Array, "batch seq *axes"] | None = None,
     features: Float[Array, "rows embed"] | None = None,
-    places: Int[Array, "batch seq"] | None = None,
+    **rows: Array,
 ) -> tuple[Float[Array, "batch seq vocab"] | None, Float[Array, "state batch part_seq embed"] | None]:
     """One device's logits and hidden states."""
-    config, states = model.config, run.hidden_states
+    layers, states = model.config.layers, run.hidden_states
     model = gather_ends(model, declared)
-    if positions is None:
-        positions = sequence_positions(tokens.shape[1])
+    embedded = enter(model, rows, features, run=run)
+    run_stage = functools.partial(stage, declared=declared, run=run)
+    rounds = pipeline.rounds_of(declared)
+    x, kept = pipeline.through(run_stage, model.blocks, embedded, rows, microbatches=run.microbatches, rounds=rounds)
+    if states is not None and states[0] == 0:
+        kept = kept.at[0].set(embedded)
+    if states is not None and states[-1] < layers and not run.logits:
+        return None, kept
+    x = model.norm(x)
+    if states is not None and states[-1] == layers:
+        kept = kept.at[len(states) - 1].set(x)
+    return model.logits(x, run.residual) if run.logits else None, kept
+
+
+def enter(
+    model: Decoder, rows: dict[str, Array], features: Float[Array, "rows embed"] | None = None, *, run: Run
+) -> Float[Array, "batch part_seq embed"]:
+    """The stream before the first block, the same on every device of `pipe`."""
+    x, places = model.embed(rows["tokens"], run.dtype, run.residual, in_place=run.in_place), rows.get("places")
+    if features is None or places is None:
+        return x
+    return _replaced(x, features, places if run.residual == "whole" else own_share(places, TP))
+
+
+def stage(
+    blocks: Block,
+    x: Float[Array, "batch part_seq embed"],
+    rows: dict[str, Array],
+    first: Int[Array, ""] | int,
+    *,
+    declared: Decoder,
+    run: Run,
+) -> tuple[Float[Array, "batch part_seq embed"], Float[Array, "state batch part_seq embed"] | None]:
+    """The stream after some of the blocks, from block `first` on, and the hidden states wanted of those after them."""
+    config, held = declared.config, jax.tree.leaves(blocks)[0].shape[0]
+    layers = _last(config, run) if lax.axis_size(PIPE) == 1 else held  # all stages run alike
+    positions = rows.get("positions")
+    positions = sequence_positions(rows["tokens"].shape[1]) if positions is None else positions
     turn = rotary(config.rope, config.head_dim, positions)
-    x = model.embed(tokens, run.dtype, run.residual, in_place=run.in_place)
-    if features is not None and places is not None:
-        x = _replaced(x, features, places if run.residual == "whole" else own_share(places, TP))
-    layers = _last(config, run)
-    every = jax.tree.leaves(model.blocks)[0].shape[0] == layers
-    slots = _slots(config, states)
-    kept = None if slots is None else varying_like(jnp.zeros((len(states) + 1, *x.shape), x.dtype), x)
-    kept = None if slots is None else kept.at[slots[0]].set(x)
+    lengths, mask, slots = rows.get("lengths"), rows.get("mask"), _slots(config, run.hidden_states)
+    kept = None if slots is None else varying_like(jnp.zeros((len(run.hidden_states) + 1, *x.shape), x.dtype), x)
 
     def body(carry, inputs):
         x, kept = carry
-        block, layer = inputs
+        block, index = inputs
+        layer = first + index
         # Of more blocks than are run each is read where it lies: to cut the others off would copy those that are run.
-        block = block_at(model.blocks, layer) if run.in_place else block if every else _block(model.blocks, layer)
+        block = block_at(blocks, index) if run.in_place else _block(blocks, index) if block is None else block
         block = layout.gather_at_rest(block, declared.blocks)
         q, kv = block.project(x, turn, run.residual)
         attended = by_window(
@@ -249,15 +284,9 @@ def _forward(
             kept = lax.dynamic_update_index_in_dim(kept, x, slots[layer + 1], 0)
         return (x, kept), None
 
-    body = rematerialised(body, run.remat)
-    blocks = model.blocks if every and not run.in_place else None
-    (x, kept), _ = lax.scan(body, (x, kept), (blocks, jnp.arange(layers)))
-    if states is not None and states[-1] < config.layers and not run.logits:
-        return None, kept[:-1]
-    x = model.norm(x)
-    if states is not None and states[-1] == config.layers:
-        kept = kept.at[len(states) - 1].set(x)
-    return model.logits(x, run.residual) if run.logits else None, None if kept is None else kept[:-1]
+    given = None if run.in_place or held != layers else blocks
+    (x, kept), _ = lax.scan(rematerialised(body, run.remat), (x, kept), (given, jnp.arange(layers)))
+    return x, None if kept is None else kept[:-1]
 
 
 def _block(blocks: Block, layer: Int[Array, ""]) -> Block:

@@ -26,7 +26,7 @@ from shardzoo.zoo.layers import (
     gather_residual,
 )
 from shardzoo.zoo.layout import Param
-from shardzoo.zoo.mesh import KV, TP
+from shardzoo.zoo.mesh import KV, PIPE, TP, VOCAB
 from shardzoo.zoo.rope import Rope, Rotary, rotate
 
 
@@ -213,11 +213,11 @@ class Decoder(eqx.Module):
     @classmethod
     def declare(cls, c: Config) -> "Decoder":
         def table() -> Embedding:
-            return Embedding(Param("vocab embed", (c.vocab, c.embed), {"vocab": TP}))
+            return Embedding(Param("vocab embed", (c.vocab, c.embed), {"vocab": VOCAB}), axis=VOCAB)
 
         return cls(
             embed=table(),
-            blocks=layout.stack(Block.declare(c), c.layers),
+            blocks=layout.stack(Block.declare(c), c.layers, PIPE),
             norm=RMSNorm(Param("embed", (c.embed,)), eps=c.norm_eps),
             head=None if c.tied else table(),
             config=c,

@@ -21,7 +21,7 @@ from shardzoo.kernels.gated_delta import gated_delta, gated_delta_parts
 from shardzoo.zoo.in_place import block_at, from_storage, to_storage
 from shardzoo.zoo.layers import WHOLE_STREAM, ColumnLinear, Residual, RowLinear
 from shardzoo.zoo.layout import Param
-from shardzoo.zoo.mesh import CONTEXT, DATA, TP
+from shardzoo.zoo.mesh import CONTEXT, DATA, PIPE, TP
 from shardzoo.zoo.weights import Leaf
 
 SEQ = 1
@@ -50,9 +50,11 @@ class Recurrent(NamedTuple):
     tail: Num[Array, "*layer batch before channels"]
     state: Float[Array, "*layer batch value_heads key_dim value_dim"]
 
-    def write(self, layer: Int[Array, ""], one: "Recurrent") -> "Recurrent":
-        """That of all layers with one of them replaced, in place."""
+    def write(self, layer: Int[Array, ""], one: "Recurrent", here: Bool[Array, ""] | None = None) -> "Recurrent":
+        """That of all layers with one of them replaced, in place; unchanged where not `here`."""
         stored = one._replace(tail=to_storage(one.tail))
+        if here is not None:
+            stored = jax.tree.map(lambda x, old: jnp.where(here, x, old), stored, block_at(self, layer))
         return jax.tree.map(lambda all, x: lax.dynamic_update_index_in_dim(all, x, layer, 0), self, stored)
 
     def read(self, layer: Int[Array, ""], dtype: jnp.dtype) -> "Recurrent":
@@ -62,7 +64,7 @@ class Recurrent(NamedTuple):
 
 
 # Every device of `context` keeps the whole of it: a decode step feeds the same token on all of them.
-RECURRENT_SPECS = Recurrent(tail=P(None, DATA, None, TP), state=P(None, DATA, TP))
+RECURRENT_SPECS = Recurrent(tail=P(PIPE, DATA, None, TP), state=P(PIPE, DATA, TP))
 
 
 class Mixed(NamedTuple):
@@ -202,13 +204,13 @@ def _flat(x: Float[Array, "batch seq *rest"]) -> Float[Array, "batch seq channel
 
 
 def empty_recurrent(sizes: Sizes, layers: int, batch: int, dtype: jnp.dtype) -> Recurrent:
-    """What this device keeps of no token, for all layers."""
+    """What this device keeps of no token, for so many layers."""
     ways = lax.axis_size(TP)
     heads, key_channels = sizes.value_heads // ways, sizes.key_heads // ways * sizes.key_dim
     channels = 2 * key_channels + heads * sizes.value_dim
     tail = to_storage(jnp.zeros((layers, batch, sizes.taps - 1, channels), dtype))
     state = jnp.zeros((layers, batch, heads, sizes.key_dim, sizes.value_dim), jnp.float32)
-    return varying_over(Recurrent(tail, state), frozenset({DATA, *TP}))
+    return varying_over(Recurrent(tail, state), frozenset({PIPE, DATA, *TP}))
 
 
 def tokens_before(x: Float[Array, "batch seq channels"], count: int) -> Float[Array, "batch count channels"]:

@@ -6,10 +6,11 @@
 Here is all that families of language models share, and the decoder family's own part (`DECODER`); what another family
 keeps of the tokens so far, and how it computes with it, is its own `Engine`.
 
-The batch is split over `data`, the prompt and the cache over `context`, heads and vocabulary over the tensor axes. Per
-decode step and block: two all-reduces over the tensor axes, and over `context` one all-gather of the partial attention.
-Per step: one all-reduce for the embedding, one all-gather of the logits, one all-reduce over `data` that says whether
-any row still runs. The weights are read in place: no gradient flows through generation.
+The batch is split over `data`, the prompt and the cache over `context`, heads over the tensor axes, blocks and their
+caches over `pipe`, the vocabulary over `pipe` and the tensor axes. Per decode step and block: two all-reduces over the
+tensor axes, and over `context` one all-gather of the partial attention. Per step: one all-reduce for the embedding, one
+all-gather of the logits, one all-reduce over `data` that says whether any row still runs, and what `pipeline.relay`
+says. The weights are read in place: no gradient flows through generation.
 """
 
 import functools
@@ -28,13 +29,13 @@ from jaxtyping import Array, Bool, Float, Int, Key, jaxtyped
 
 from shardzoo.errors import InputError, fail_if
 from shardzoo.kernels.flash_attention.options import varying_over
-from shardzoo.zoo import layout
+from shardzoo.zoo import layout, pipeline
 from shardzoo.zoo.attention import attention, cached_attention
 from shardzoo.zoo.cache import CACHE_SPECS, Cache, empty
 from shardzoo.zoo.decoder import Host, gather_ends, pad, sequence_positions
 from shardzoo.zoo.decoder_model import Config, Decoder, by_window
 from shardzoo.zoo.in_place import block_at
-from shardzoo.zoo.mesh import CONTEXT, DATA, KV, TP
+from shardzoo.zoo.mesh import CONTEXT, DATA, KV, PIPE, VOCAB
 from shardzoo.zoo.next_token import Sampling, choose
 from shardzoo.zoo.rope import rotary
 
@@ -89,8 +90,8 @@ def last_rows(x: Float[Array, "batch seq embed"], lengths: Int[Array, " batch"])
 
 
 def next_logits(model: Any, x: Float[Array, "batch one embed"]) -> Float[Array, "batch vocab"]:
-    """Logits over the whole vocabulary, on every device of the tensor axes: one all-gather over them."""
-    return lax.all_gather(model.logits(model.norm(x)), TP, axis=2, tiled=True, to="invarying")[:, 0]
+    """Logits over the whole vocabulary, on every device of `pipe` and the tensor axes: one all-gather over them."""
+    return lax.all_gather(model.logits(model.norm(x)), VOCAB, axis=2, tiled=True, to="invarying")[:, 0]
 
 
 def prefill(
@@ -109,21 +110,30 @@ def prefill(
         positions,
         lengths,
         steps=steps,
-        layers=config.layers,
+        layers=config.layers // lax.axis_size(PIPE),
         kv_heads=config.kv_heads // lax.axis_size(KV),
         head_dim=config.head_dim,
         dtype=x.dtype,
     )
 
-    def body(carry: tuple[Array, Cache], layer: Array) -> tuple[tuple[Array, Cache], None]:
-        x, cache = carry
-        block = layout.gather_at_rest(block_at(model.blocks, layer), declared.blocks, to="invarying")
-        q, kv = block.project(x, turn)
-        attended = by_window(config, layer, lambda w: attention(q, kv, causal=True, window=w, lengths=lengths))
-        return (block.finish(x, attended), cache.write(layer, 0, kv)), None
+    def run(x: Array, cache: Cache, here: Array | None) -> tuple[Array, Cache]:
+        def body(carry: tuple[Array, Cache], index: Array) -> tuple[tuple[Array, Cache], None]:
+            x, cache = carry
+            block = layout.gather_at_rest(block_at(model.blocks, index), declared.blocks, to="invarying")
+            q, kv = block.project(x, turn)
+            layer = first_layer(config) + index
+            attended = by_window(config, layer, lambda w: attention(q, kv, causal=True, window=w, lengths=lengths))
+            return (block.finish(x, attended), cache.write(index, 0, kv, here)), None
 
-    (x, cache), _ = lax.scan(body, (x, cache), jnp.arange(config.layers))
+        return lax.scan(body, (x, cache), jnp.arange(cache.k.shape[0]))[0]
+
+    x, cache = pipeline.relay(run, x, cache)
     return cache, next_logits(model, last_rows(x, lengths))
+
+
+def first_layer(config: Config) -> Int[Array, ""]:
+    """The number of this stage's first block in the model."""
+    return lax.axis_index(PIPE) * (config.layers // lax.axis_size(PIPE))
 
 
 def decode_step(
@@ -137,15 +147,18 @@ def decode_step(
     sees = _visible(config, cache, now)
     x = model.embed(state.token[:, None], dtype, in_place=True)
 
-    def body(carry: tuple[Array, Cache], layer: Array) -> tuple[tuple[Array, Cache], None]:
-        x, cache = carry
-        block = layout.gather_at_rest(block_at(model.blocks, layer), declared.blocks, to="invarying")
-        q, kv = block.project(x, turn)
-        cache = cache.write(layer, slot, kv)
-        attended = cached_attention(q, *cache.read(layer, x.dtype), sees(layer))
-        return (block.finish(x, attended), cache), None
+    def run(x: Array, cache: Cache, here: Array | None) -> tuple[Array, Cache]:
+        def body(carry: tuple[Array, Cache], index: Array) -> tuple[tuple[Array, Cache], None]:
+            x, cache = carry
+            block = layout.gather_at_rest(block_at(model.blocks, index), declared.blocks, to="invarying")
+            q, kv = block.project(x, turn)
+            cache = cache.write(index, slot, kv, here)
+            keys = cache.read(index, config.head_dim, x.dtype)
+            return (block.finish(x, cached_attention(q, *keys, sees(first_layer(config) + index))), cache), None
 
-    (x, cache), _ = lax.scan(body, (x, cache), jnp.arange(config.layers))
+        return lax.scan(body, (x, cache), jnp.arange(cache.k.shape[0]))[0]
+
+    x, cache = pipeline.relay(run, x, cache)
     return cache, next_logits(model, x)
 
 

@@ -175,14 +175,16 @@ Linear = ColumnLinear | RowLinear | SplitInputLinear  # the layers whose weights
 
 
 class Embedding(eqx.Module):
-    """Token embedding with the vocabulary split over the tensor axes, and its transpose as output head.
+    """Token embedding with the vocabulary split over `axis`, the tensor axes, and its transpose as output head.
 
     `__call__`: `y[B, S, embed] = psum_TP(W[vocab_TP, embed][ids])`, each row from the device that holds it; with the
     "seq" residual a reduce-scatter along seq in place of the psum.
     `logits`: `z[B, S, vocab_TP] = y[B, S, embed] . W[vocab_TP, embed]`; no collective, z stays split.
+    With `axis=VOCAB` the vocabulary is split over `pipe` as well, and the sum goes over all of these axes.
     """
 
     weight: Float[Leaf, "vocab embed"]
+    axis: tuple[str, ...] = eqx.field(static=True, default=TP)
 
     def __call__(
         self,
@@ -194,12 +196,17 @@ class Embedding(eqx.Module):
     ) -> Float[Array, "batch part_seq embed"]:
         """The stream in `dtype` (the weight's). `in_place` reads the table by `in_place.rows_at`: no gradient."""
         rows = self.weight.shape[0]
-        local = ids - lax.axis_index(TP) * rows
+        local = ids - lax.axis_index(self.axis) * rows
         here = (local >= 0) & (local < rows)
         local = jnp.where(here, local, 0)
         found = rows_at(self.weight, local) if in_place else self.weight[local]
         y = jnp.where(here[..., None], found, 0)
-        return reduce_residual(y if dtype is None else y.astype(dtype), residual)
+        y = y if dtype is None else y.astype(dtype)
+        if residual == "whole":
+            return lax.psum(y, self.axis)
+        others = tuple(axis for axis in self.axis if axis not in TP)
+        y = reduce_residual(y, residual)
+        return lax.psum(y, others) if others else y
 
     def logits(self, y: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq vocab"]:
         return contract(y, self.weight)

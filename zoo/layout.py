@@ -28,6 +28,7 @@ from shardzoo.zoo.mesh import KV, PIPE, REP, Degrees, kv_problem
 
 FLOAT32 = np.dtype("float32")
 LAYER = "layer"  # the leading dim of stacked blocks
+ROUND = "round"  # the dim before it of blocks that a pipeline runs in several rounds (`pipeline.interleaved`)
 HOST = "pinned_host"  # JAX's name of host memory that devices read by themselves
 Tree = TypeVar("Tree")
 Axes = str | tuple[str, ...]
@@ -178,7 +179,7 @@ def split_at_rest(declared: Tree, axis: str, degrees: Degrees, *, smallest: int 
     ways = degrees.sizes[axis]
 
     def one(p: Param) -> Param:
-        fits = [d for d in p.names if d != LAYER and p.size(d) % (ways * _ways(p.axes(d), degrees)) == 0]
+        fits = [d for d in p.names if d not in (ROUND, LAYER) and p.size(d) % (ways * _ways(p.axes(d), degrees)) == 0]
         if ways == 1 or math.prod(p.shape) < smallest or not fits or axis in p.rest.values():
             return p
         best = max(fits, key=lambda d: (not p.axes(d), p.size(d)))
@@ -257,6 +258,7 @@ def misfits(declared: Any, degrees: Degrees) -> list[str]:
                 found.setdefault((dim, param.size(dim), axes, ways), []).append(path)
     lines = [
         f"{_some(paths)}: {dim}={size} does not divide by {ways} ({_product(axes, degrees)})"
+        + (": stages hold equally many layers" if axes == (PIPE,) else "")
         for (dim, size, axes, ways), paths in found.items()
     ]
     if degrees.pipe > 1 and not any(PIPE in p.axes(dim) for p in named(declared).values() for dim in p.names):
@@ -308,6 +310,14 @@ def fitting(declared: Any, degrees: Degrees) -> tuple[list[int], list[Degrees]]:
     return tensors, meshes
 
 
+def pipe_degrees(declared: Any, degrees: Degrees) -> list[int]:
+    """Degrees of `pipe` that fit, the others as given: those that divide every stack of layers."""
+    stacks = [p.size(dim) for p in named(declared).values() for dim in p.names if p.axes(dim) == (PIPE,)]
+    common = math.gcd(*stacks) if stacks else 1
+    divisors = [n for n in range(1, common + 1) if common % n == 0]
+    return [n for n in divisors if not misfits(declared, with_kv(declared, dataclasses.replace(degrees, pipe=n)))]
+
+
 def audit(declared: Any, mesh: Degrees | Mesh | AbstractMesh) -> None:
     """Checks that a mesh fits the declaration, with no device and no weight touched.
 
@@ -323,5 +333,7 @@ def audit(declared: Any, mesh: Degrees | Mesh | AbstractMesh) -> None:
         return
     tensors, meshes = fitting(declared, given)
     hint = f"tensor degrees that fit: {', '.join(map(str, tensors))}"
+    pipes = pipe_degrees(declared, given) if given.pipe > 1 else []
+    hint += f"; pipe degrees that fit: {', '.join(map(str, pipes))}" if pipes else ""
     hint += "; meshes of the same number of devices: " + " or ".join(f"({m})" for m in meshes[:3]) if meshes else ""
     raise InputError("\n  ".join([f"mesh ({given}) does not fit this model:", *problems, hint]))

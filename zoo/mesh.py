@@ -23,6 +23,7 @@ from shardzoo.errors import InputError
 
 DATA, PIPE, CONTEXT, KV, REP = AXES = ("data", "pipe", "context", "kv", "rep")
 TP = (KV, REP)
+VOCAB = (PIPE, *TP)  # what splits the tables of a model whose layers are split over `pipe`
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -4,12 +4,14 @@ Source: the class Qwen3_5ForCausalLM of transformers 5, which is also the text m
 Norms are stored around zero; the attention's query comes with a gate for each head; rotary embedding turns the first
 channels of a head only, by positions along three axes where tokens of images are among those of text.
 
-Mesh axes: the batch over `data`, the sequence over `context`, heads, mlp and vocabulary over the tensor axes, KV heads
-over `kv`; `pipe` must be 1. Shapes inside layers are one device's. Layers of a kind are stacked; a `lax.scan` over
-super-blocks runs one over the DeltaNet layers of each, then its attention layer.
+Mesh axes: the batch over `data`, the sequence over `context`, heads and mlp over the tensor axes, KV heads over `kv`,
+super-blocks over `pipe`, the vocabulary over `pipe` and the tensor axes. Shapes inside layers are one device's. Layers
+of a kind are stacked; a `lax.scan` over super-blocks runs one over the DeltaNet layers of each, then its attention
+layer.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
@@ -23,7 +25,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Bool, Float, Int, jaxtyped
 
 from shardzoo.errors import fail_if
-from shardzoo.zoo import delta_net, layout
+from shardzoo.zoo import delta_net, layout, pipeline
 from shardzoo.zoo.attention import attention
 from shardzoo.zoo.decoder import Host, pad, sequence_positions
 from shardzoo.zoo.decoder_model import Mlp
@@ -41,7 +43,7 @@ from shardzoo.zoo.layers import (
     own_share,
 )
 from shardzoo.zoo.layout import Param
-from shardzoo.zoo.mesh import CONTEXT, DATA, KV, TP
+from shardzoo.zoo.mesh import CONTEXT, DATA, KV, PIPE, TP, VOCAB
 from shardzoo.zoo.remat import Remat, check_remat, rematerialised
 from shardzoo.zoo.rope import Rope, Rotary, frequencies, rotate
 
@@ -253,12 +255,12 @@ class Qwen35(eqx.Module):
     @classmethod
     def declare(cls, c: Config) -> "Qwen35":
         def table() -> Embedding:
-            return Embedding(Param("vocab embed", (c.vocab, c.embed), {"vocab": TP}))
+            return Embedding(Param("vocab embed", (c.vocab, c.embed), {"vocab": VOCAB}), axis=VOCAB)
 
         return cls(
             embed=table(),
-            delta=layout.stack(Block.declare(c, DeltaNet.declare(c.delta_sizes)), c.layers - c.super_blocks),
-            attn=layout.stack(Block.declare(c, GatedAttention.declare(c)), c.super_blocks),
+            delta=layout.stack(Block.declare(c, DeltaNet.declare(c.delta_sizes)), c.layers - c.super_blocks, PIPE),
+            attn=layout.stack(Block.declare(c, GatedAttention.declare(c)), c.super_blocks, PIPE),
             norm=_norm("embed", c.embed, c),
             head=None if c.tied else table(),
             config=c,
@@ -283,6 +285,7 @@ class Run:
     residual: Residual = "whole"
     remat: Remat = False
     dtype: Any = None
+    microbatches: int = 1
 
 
 @runtime_checkable
@@ -309,6 +312,7 @@ def forward(
     residual: Residual = "whole",
     remat: Remat = False,
     dtype: Any = None,
+    microbatches: int | None = None,
 ) -> Forward:
     """The pure function `f(model, tokens, *, lengths, mask, positions, features, places)`: to be jitted.
 
@@ -330,11 +334,14 @@ def forward(
         remat: compute each layer again in the backward pass rather than keep its activations: all of it, or what a
             policy says (`remat.py`).
         dtype: of the activations; None is that of the weights. Decays and states are float32 whatever it is.
+        microbatches: how many each device's rows are cut into, which stages of `pipe` work on at the same time; as many
+            as there are stages, and rows for, if not given. More of them leave less idle (`pipeline.bubble`).
 
     Raises:
         InputError: the mesh does not fit the declaration; an unknown residual.
     """
     layout.audit(declared, mesh)
+    pipeline.check_microbatches("qwen3_5.forward", microbatches)
     check_residual("qwen3_5.forward", residual)
     check_remat("qwen3_5.forward", remat)
     run = Run(residual=residual, remat=remat, dtype=None if dtype is None else jnp.dtype(dtype))
@@ -355,13 +362,14 @@ def forward(
     ) -> Float[Array, "batch seq vocab"]:
         fail_if(_problems(declared.config, lengths, mask, positions, features, places), "qwen3_5.forward")
         given = {"tokens": tokens, "lengths": lengths, "mask": mask, "positions": positions, "places": places}
-        arrays = {k: pad(jnp.asarray(v), mesh.shape[DATA], seq_ways) for k, v in given.items() if v is not None}
+        cut = pipeline.microbatches_for(microbatches, mesh, tokens.shape[0])
+        arrays = {k: pad(jnp.asarray(v), mesh.shape[DATA] * cut, seq_ways) for k, v in given.items() if v is not None}
         arrays |= {} if features is None else {"features": jnp.asarray(features)}
         shard = jax.shard_map(
-            lambda model, arrays: _forward(model, declared, run, **arrays),
+            lambda model, arrays: _forward(model, declared, dataclasses.replace(run, microbatches=cut), **arrays),
             mesh=mesh,
             in_specs=(layout.specs(declared), {k: split[k] for k in arrays}),
-            out_specs=P(DATA, CONTEXT, TP),
+            out_specs=P(DATA, CONTEXT, VOCAB),
             check_vma=True,
         )
         return shard(model, arrays)[: tokens.shape[0], : tokens.shape[1]]
@@ -386,23 +394,44 @@ def _forward(
     declared: Qwen35,
     run: Run,
     *,
-    tokens: Int[Array, "batch seq"],
-    lengths: Int[Array, " batch"] | None = None,
-    mask: Bool[Array, "batch seq"] | None = None,
-    positions: Int[Array, "batch seq *axes"] | None = None,
     features: Float[Array, "rows embed"] | None = None,
-    places: Int[Array, "batch seq"] | None = None,
+    **rows: Array,
 ) -> Float[Array, "batch seq vocab"]:
     """One device's logits."""
-    config = model.config
     model = gather_ends(model, declared)
-    order = sequence_positions(tokens.shape[1])
+    x = enter(model, rows, features, run=run)
+    layers = {"delta": model.delta, "attn": model.attn}
+    run_stage = functools.partial(stage, declared=declared, run=run)
+    rounds = pipeline.rounds_of(declared)
+    x, _ = pipeline.through(run_stage, layers, x, rows, microbatches=run.microbatches, rounds=rounds)
+    return model.logits(model.norm(x), run.residual)
+
+
+def enter(
+    model: Qwen35, rows: dict[str, Array], features: Float[Array, "rows embed"] | None = None, *, run: Run
+) -> Float[Array, "batch part_seq embed"]:
+    """The stream before the first layer, the same on every device of `pipe`."""
+    x, places = model.embed(rows["tokens"], run.dtype, run.residual), rows.get("places")
+    if features is None or places is None:
+        return x
+    own = places if run.residual == "whole" else own_share(places, TP)
+    return jnp.where(own[..., None] < 0, x, features.astype(x.dtype)[jnp.maximum(own, 0)])
+
+
+def stage(
+    layers: dict[str, Block],
+    x: Float[Array, "batch part_seq embed"],
+    rows: dict[str, Array],
+    first: Int[Array, ""] | int,
+    *,
+    declared: Qwen35,
+    run: Run,
+) -> tuple[Float[Array, "batch part_seq embed"], None]:
+    """The stream after some of the super-blocks; which of the model's they are (`first`) makes no difference."""
+    config, (lengths, mask, positions) = declared.config, map(rows.get, ("lengths", "mask", "positions"))
+    order = sequence_positions(rows["tokens"].shape[1])
     turn = rotary(config, order if positions is None else positions)
     valid = None if lengths is None else order < lengths[:, None]
-    x = model.embed(tokens, run.dtype, run.residual)
-    if features is not None and places is not None:
-        own = places if run.residual == "whole" else own_share(places, TP)
-        x = jnp.where(own[..., None] < 0, x, features.astype(x.dtype)[jnp.maximum(own, 0)])
 
     def delta(x, block):
         block = layout.gather_at_rest(block, declared.delta)
@@ -423,8 +452,8 @@ def _forward(
         x, _ = lax.scan(delta, x, deltas)
         return attend(x, attn), None
 
-    x, _ = lax.scan(super_block, x, (by_super_block(config, model.delta), model.attn))
-    return model.logits(model.norm(x), run.residual)
+    x, _ = lax.scan(super_block, x, (by_super_block(config, layers["delta"]), layers["attn"]))
+    return x, None
 
 
 def by_super_block(config: Config, delta: Block[DeltaNet]) -> Block[DeltaNet]:

@@ -146,8 +146,8 @@ def test_refusals():
     ]:
         with pytest.raises(InputError, match=message):
             run(model, TOKENS, LENGTHS, **options)
-    with pytest.raises(InputError, match="pipe=2"):
-        generate(declared, make_mesh(pipe=2))
+    with pytest.raises(InputError, match="pipe=3"):
+        generate(declared, make_mesh(pipe=3))
 
 
 def test_sampling_follows_the_distribution():
