@@ -172,6 +172,9 @@ def stack(declared: Tree, layers: int, axis: str | None = None) -> Tree:
 def split_at_rest(declared: Tree, axis: str, degrees: Degrees, *, smallest: int = 2**16) -> Tree:
     """The declaration with each large leaf also split over `axis` (`data` or `context`) while it is not in use.
 
+    Over `data` this is what others call FSDP or ZeRO-3 (`zoo/training.py`); called for both axes, a leaf with a dim for
+    each is split over both.
+
     Of a leaf's dims that `axis` divides, the largest one free of other splits is taken, else the largest one at all;
     leaves below `smallest` elements, or with no such dim, stay as they are. `gather_at_rest` undoes the split at the
     place of use, one block at a time; its transpose scatters the gradient.
@@ -179,7 +182,8 @@ def split_at_rest(declared: Tree, axis: str, degrees: Degrees, *, smallest: int 
     ways = degrees.sizes[axis]
 
     def one(p: Param) -> Param:
-        fits = [d for d in p.names if d not in (ROUND, LAYER) and p.size(d) % (ways * _ways(p.axes(d), degrees)) == 0]
+        free = [d for d in p.names if d not in (ROUND, LAYER, *p.rest)]
+        fits = [d for d in free if p.size(d) % (ways * _ways(p.axes(d), degrees)) == 0]
         if ways == 1 or math.prod(p.shape) < smallest or not fits or axis in p.rest.values():
             return p
         best = max(fits, key=lambda d: (not p.axes(d), p.size(d)))

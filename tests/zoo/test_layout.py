@@ -148,6 +148,13 @@ def test_split_at_rest_takes_a_free_dim_that_divides():
     assert not any(p.rest for p in jax.tree.leaves(split_at_rest(decl, "data", Degrees(data=4), smallest=10**9)))
 
 
+def test_split_at_rest_over_two_axes_takes_a_dim_for_each():
+    degrees = Degrees(data=2, context=2)
+    both = split_at_rest(split_at_rest(declare(), "data", degrees, smallest=100), "context", degrees, smallest=100)
+    assert dict(both.blocks.q.rest) == {"embed": "data", "head_dim": "context"}
+    assert all(sorted(p.rest.values()) in ([], ["data"], ["context", "data"]) for p in named(both).values())
+
+
 def test_param_refuses_dims_that_do_not_name_its_shape():
     for dims, shape, split in [("a b", (1,), {}), ("a a", (1, 1), {}), ("a", (1,), {"b": TP})]:
         with pytest.raises(ValueError, match="Param"):

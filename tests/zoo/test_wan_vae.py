@@ -13,7 +13,7 @@ from mesh_parity import assert_close
 from shardzoo.errors import InputError
 from shardzoo.zoo import layout, wan_vae
 from shardzoo.zoo.families import TraceSizes, config_from_json, config_to_json, find_preset
-from shardzoo.zoo.mesh import make_mesh
+from shardzoo.zoo.mesh import Degrees, make_mesh
 from shardzoo.zoo.wan_vae import Config
 
 UNOPTIMIZED = {"xla_backend_optimization_level": 0}  # these programs run for a moment and compile for long
@@ -60,10 +60,12 @@ def run(config, name, shape, degrees):
     return np.asarray(f(live_on(declared, mesh), given(shape)))
 
 
-def gradient(config, name, shape, degrees):
+def gradient(config, name, shape, degrees, at_rest=None):
     """Gradients for model and input of a weighted sum, in float64: in float32 those of some leaves cancel out."""
     with jax.enable_x64(True):
         declared, mesh = wan_vae.declare(config, np.float64), make_mesh(**degrees)
+        if at_rest:
+            declared = layout.split_at_rest(declared, at_rest, Degrees(**degrees), smallest=4)
         f = direction(name, declared, mesh)
 
         def total(model, x):
@@ -111,6 +113,13 @@ def test_mesh_parity(case, degrees):
 @pytest.mark.parametrize("case, degrees", marked([("decode one level", dict(context=3))]), ids=str)
 def test_gradients_on_meshes(case, degrees):
     assert_close(gradient(*CASES[case], degrees), one_device(gradient, case), tolerance=1e-9)
+
+
+@pytest.mark.parametrize("axis", ["data", "context"])
+@slow
+def test_weights_split_at_rest(axis):
+    case = "decode one level"
+    assert_close(gradient(*CASES[case], {axis: 2}, at_rest=axis), one_device(gradient, case), tolerance=1e-9)
 
 
 @pytest.mark.parametrize(
