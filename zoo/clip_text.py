@@ -182,10 +182,10 @@ def _forward(
 PRESETS = {"clip-l": Config(vocab=49408, embed=768, mlp=3072, layers=12, heads=12)}
 
 
-def trace(declared: Encoder, mesh: Mesh | AbstractMesh, sizes: TraceSizes) -> tuple[Callable, tuple]:
+def trace(declared: Encoder, mesh: Mesh | AbstractMesh, sizes: TraceSizes, **run: Any) -> tuple[Callable, tuple]:
     """The pooled output of texts of the most tokens that there may be, as `Family.trace` says."""
     ids = jax.ShapeDtypeStruct((sizes.batch, min(sizes.tokens, declared.config.positions)), jnp.int32)
-    return forward(declared, mesh), (ids,)
+    return forward(declared, mesh, **run), (ids,)
 
 
 register(Family(name="clip-text", config=Config, declare=declare, presets=PRESETS, trace=trace))

@@ -194,11 +194,11 @@ def _forward(
 PRESETS = {"vit-h-14": Config(embed=1280, mlp=5120, layers=32, heads=16, patch=14)}
 
 
-def trace(declared: Encoder, mesh: Mesh | AbstractMesh, sizes: TraceSizes) -> tuple[Callable, tuple]:
+def trace(declared: Encoder, mesh: Mesh | AbstractMesh, sizes: TraceSizes, **run: Any) -> tuple[Callable, tuple]:
     """The last hidden state but one, as `Family.trace` says; images are of the size that the model takes."""
     c = declared.config
     pixels = jax.ShapeDtypeStruct((sizes.batch, c.channels, c.image, c.image), jnp.float32)
-    return forward(declared, mesh), (pixels,)
+    return forward(declared, mesh, **run), (pixels,)
 
 
 register(Family(name="clip-vision", config=Config, declare=declare, presets=PRESETS, trace=trace))

@@ -16,8 +16,6 @@ import typing
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from jax.sharding import AbstractMesh, Mesh
-
 from shardzoo.errors import InputError, fail_if
 
 
@@ -58,8 +56,9 @@ class Family:
         config: type of its configs.
         declare: config -> declared model.
         presets: published sizes by name.
-        trace: (declared, mesh, sizes) -> the forward pass as a function of the model and arrays, and those arrays,
-            abstract: what is compiled ahead of time. None where there is nothing to compile.
+        trace: (declared, mesh, sizes, **run) -> the forward pass as a function of the model and arrays, and those
+            arrays, abstract: what is compiled ahead of time. `run` are options of the family's `forward`, such as
+            `remat`. None where there is nothing to compile.
         text: module with `complete` and `check_prompts` as `zoo.generate` has them, where the family continues text.
     """
 
@@ -67,7 +66,7 @@ class Family:
     config: type
     declare: Callable[[Any], Any]
     presets: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    trace: Callable[[Any, Mesh | AbstractMesh, TraceSizes], tuple[Callable, tuple]] | None = None
+    trace: Callable[..., tuple[Callable, tuple]] | None = None
     text: str | None = None
 
 

@@ -199,15 +199,15 @@ PRESETS = {"flux1-dev": Config(), "flux1-schnell": Config(guidance=False)}
 TEXT_TOKENS = {True: 512, False: 256}  # of dev and of schnell
 
 
-def trace(declared: Flux, mesh: Mesh | AbstractMesh, sizes: TraceSizes) -> tuple[Callable, tuple]:
+def trace(declared: Flux, mesh: Mesh | AbstractMesh, sizes: TraceSizes, **run: Any) -> tuple[Callable, tuple]:
     """The prediction for an image, as `Family.trace` says."""
     c, (rows, columns) = declared.config, sizes.cells(SPACE_FACTOR)
     dtype, batch = declared.double.image.up.weight.dtype, sizes.batch
-    run = forward(declared, mesh)
+    passing = forward(declared, mesh, **run)
 
     def f(model: Flux, image: Array, text: Array, pooled: Array, timesteps: Array) -> Array:
         guidance = timesteps if c.guidance else None
-        return run(model, image, text, pooled, timesteps, image_ids=image_ids(rows, columns), guidance=guidance)
+        return passing(model, image, text, pooled, timesteps, image_ids=image_ids(rows, columns), guidance=guidance)
 
     shapes = ((rows * columns, c.in_channels), (TEXT_TOKENS[c.guidance], c.text), (c.pooled,))
     arrays = [jax.ShapeDtypeStruct((batch, *shape), dtype) for shape in shapes]

@@ -185,15 +185,15 @@ PRESETS = {
 TEXT_TOKENS = 512
 
 
-def trace(declared: Flux2, mesh: Mesh | AbstractMesh, sizes: TraceSizes) -> tuple[Callable, tuple]:
+def trace(declared: Flux2, mesh: Mesh | AbstractMesh, sizes: TraceSizes, **run: Any) -> tuple[Callable, tuple]:
     """The prediction for an image, as `Family.trace` says."""
     c, (rows, columns) = declared.config, sizes.cells(SPACE_FACTOR)
     dtype, batch = declared.double.image.up.weight.dtype, sizes.batch
-    run = forward(declared, mesh)
+    passing = forward(declared, mesh, **run)
 
     def f(model: Flux2, image: Array, text: Array, timesteps: Array) -> Array:
         guidance = timesteps if c.guidance else None
-        return run(model, image, text, timesteps, image_ids=image_ids(rows, columns), guidance=guidance)
+        return passing(model, image, text, timesteps, image_ids=image_ids(rows, columns), guidance=guidance)
 
     shapes = ((rows * columns, c.in_channels), (TEXT_TOKENS, c.text))
     arrays = [jax.ShapeDtypeStruct((batch, *shape), dtype) for shape in shapes]

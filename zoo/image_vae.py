@@ -314,12 +314,12 @@ def decode(
     return f
 
 
-def trace(declared: Autoencoder, mesh: Mesh | AbstractMesh, sizes: TraceSizes) -> tuple[Callable, tuple]:
+def trace(declared: Autoencoder, mesh: Mesh | AbstractMesh, sizes: TraceSizes, **run: Any) -> tuple[Callable, tuple]:
     """Decoding, as `Family.trace` says."""
     c = declared.config
     rows, columns = (count * c.patch for count in sizes.cells(c.space_factor * c.patch))
     shape = (sizes.batch, c.latent_channels, rows, columns)
-    return decode(declared, mesh), (jax.ShapeDtypeStruct(shape, declared.decoder.conv_in.weight.dtype),)
+    return decode(declared, mesh, **run), (jax.ShapeDtypeStruct(shape, declared.decoder.conv_in.weight.dtype),)
 
 
 register(Family(name="image-vae", config=Config, declare=declare, presets=PRESETS, trace=trace))

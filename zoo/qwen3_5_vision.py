@@ -159,9 +159,9 @@ def forward(declared: Vision, mesh: Mesh | AbstractMesh, *, remat: Remat = False
 PRESETS = {"qwen3.5-27b": Config()}
 
 
-def trace(declared: Vision, mesh: Mesh | AbstractMesh, sizes: TraceSizes) -> tuple[Callable, tuple]:
+def trace(declared: Vision, mesh: Mesh | AbstractMesh, sizes: TraceSizes, **run: Any) -> tuple[Callable, tuple]:
     """The features of one image, as `Family.trace` says."""
-    return qwen_vision.trace(forward(declared, mesh), declared.config, sizes)
+    return qwen_vision.trace(forward(declared, mesh, **run), declared.config, sizes)
 
 
 register(Family(name="qwen3-5-vision", config=Config, declare=declare, presets=PRESETS, trace=trace))

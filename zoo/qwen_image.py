@@ -249,16 +249,16 @@ PRESETS = {
 TEXT_TOKENS = 1024  # the longest prompt
 
 
-def trace(declared: QwenImage, mesh: Mesh | AbstractMesh, sizes: TraceSizes) -> tuple[Callable, tuple]:
+def trace(declared: QwenImage, mesh: Mesh | AbstractMesh, sizes: TraceSizes, **run: Any) -> tuple[Callable, tuple]:
     """The prediction for an image, with a reference image of its size for models of that kind; see `Family.trace`."""
     c, grid = declared.config, (1, *sizes.cells(SPACE_FACTOR))
     grids = (grid,) * (2 if c.zero_cond or c.layered else 1)
     dtype, batch = declared.double.image.up.weight.dtype, sizes.batch
-    run = forward(declared, mesh)
+    passing = forward(declared, mesh, **run)
 
     def f(model: QwenImage, image: Array, text: Array, timesteps: Array) -> Array:
         kinds = jnp.zeros(batch, jnp.int32) if c.added_cond else None
-        return run(model, image, text, timesteps, grids=grids, kinds=kinds)
+        return passing(model, image, text, timesteps, grids=grids, kinds=kinds)
 
     shapes = ((int(np.prod(grid)) * len(grids), c.in_channels), (min(sizes.tokens, TEXT_TOKENS), c.text))
     arrays = [jax.ShapeDtypeStruct((batch, *shape), dtype) for shape in shapes]

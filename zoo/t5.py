@@ -384,9 +384,9 @@ PRESETS = {
 }
 
 
-def trace(declared: Encoder, mesh: Mesh | AbstractMesh, sizes: TraceSizes) -> tuple[Callable, tuple]:
+def trace(declared: Encoder, mesh: Mesh | AbstractMesh, sizes: TraceSizes, **run: Any) -> tuple[Callable, tuple]:
     """States of whole texts, as `Family.trace` says."""
-    return forward(declared, mesh), (jax.ShapeDtypeStruct((sizes.batch, sizes.tokens), jnp.int32),)
+    return forward(declared, mesh, **run), (jax.ShapeDtypeStruct((sizes.batch, sizes.tokens), jnp.int32),)
 
 
 register(Family(name="t5", config=Config, declare=declare, presets=PRESETS, trace=trace))

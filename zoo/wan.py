@@ -408,7 +408,7 @@ PRESETS = {
 }
 
 
-def trace(declared: Wan, mesh: Mesh | AbstractMesh, sizes: TraceSizes) -> tuple[Callable, tuple]:
+def trace(declared: Wan, mesh: Mesh | AbstractMesh, sizes: TraceSizes, **run: Any) -> tuple[Callable, tuple]:
     """One call for whole videos, as `Family.trace` says; latents are of the autoencoder that the channels tell."""
     c = declared.config
     time, space = 4, 16 if c.out_channels == 48 else 8
@@ -421,10 +421,10 @@ def trace(declared: Wan, mesh: Mesh | AbstractMesh, sizes: TraceSizes) -> tuple[
     }
     if c.image is not None:
         shapes["image"] = (sizes.batch, c.image_positions or IMAGE_TOKENS, c.image)
-    run = forward(declared, mesh)
+    passing = forward(declared, mesh, **run)
 
     def f(model: Wan, latents: Any, timesteps: Any, text: Any, image: Any = None) -> Array:
-        return run(model, latents, timesteps, text=text, image=image)
+        return passing(model, latents, timesteps, text=text, image=image)
 
     return f, tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes.values())
 

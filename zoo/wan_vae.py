@@ -389,12 +389,12 @@ def decode_stream(
     return _stream(way, declared, mesh, lambda out: out)
 
 
-def trace(declared: Autoencoder, mesh: Mesh | AbstractMesh, sizes: TraceSizes) -> tuple[Callable, tuple]:
+def trace(declared: Autoencoder, mesh: Mesh | AbstractMesh, sizes: TraceSizes, **run: Any) -> tuple[Callable, tuple]:
     """Decoding, as `Family.trace` says."""
     c = declared.config
     frames = 1 + (sizes.frames - 1) // c.time_factor
     shape = (sizes.batch, c.latent_channels, frames, *sizes.cells(c.space_factor))
-    return decode(declared, mesh), (jax.ShapeDtypeStruct(shape, declared.quant.weight.dtype),)
+    return decode(declared, mesh, **run), (jax.ShapeDtypeStruct(shape, declared.quant.weight.dtype),)
 
 
 register(Family(name="wan-vae", config=Config, declare=declare, presets=PRESETS, trace=trace))
