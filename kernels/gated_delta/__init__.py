@@ -3,22 +3,24 @@
     out, state = gated_delta(q, k, v, log_decay, beta, state=state)
 
 `reference` is the definition, token by token; `chunked` does the same work on matrices of a chunk of tokens, on every
-platform. `gated_delta_parts` also says how outputs and final state depend on the initial state, which a sequence that
-is split over devices needs: its shards run at once, and learn of the state before them afterwards.
+platform; `tpu` is a hand-written Pallas kernel that does so. Without a named implementation the platform's kernel runs
+if it takes the call, else `chunked`. `gated_delta_parts` also says how outputs and final state depend on the initial
+state, which a sequence that is split over devices needs: its shards run at once, and learn of the state before them
+afterwards.
 """
 
-import importlib
-
+import jax
+import jax.numpy as jnp
 from beartype import beartype
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, jaxtyped
 
-from shardzoo.errors import InputError
+from shardzoo.kernels.flash_attention.choice import here
 from shardzoo.kernels.gated_delta.arguments import prepare
+from shardzoo.kernels.gated_delta.choice import IMPLEMENTATIONS, choose, named_plan, plan_for, run
 from shardzoo.kernels.gated_delta.options import Call, Result
 
 __all__ = ["IMPLEMENTATIONS", "gated_delta", "gated_delta_parts", "which_implementation"]
-
-IMPLEMENTATIONS = ("reference", "chunked")
 
 
 @jaxtyped(typechecker=beartype)
@@ -37,8 +39,9 @@ def gated_delta(
     """S = exp(log_decay) S; S += k (beta (v - S^T k))^T; out = S^T (scale q), token by token; out and the last S.
 
     Value head h reads key head h // (heads / key_heads). Differentiable in all arrays but the mask. The state and all
-    that is computed are float32 (float64 for float64 values); out is in v's dtype. For the rule to be stable keys have
-    norm at most 1 and beta is in [0, 2]; with any others it is computed as it stands.
+    sums are float32 (float64 for float64 values); out is in v's dtype. Beside values in bfloat16 the kernels round what
+    the matrix unit multiplies to bfloat16; the others compute in float32. For the rule to be stable keys have norm at
+    most 1 and beta is in [0, 2]; with any others it is computed as it stands.
 
     Args:
         q, k: of any norm: nothing is normalised here.
@@ -47,14 +50,14 @@ def gated_delta(
         state: before the first token; None is zeros.
         mask: False for tokens that leave the state as it is, for padding on any side; their outputs mean nothing.
         scale: of q; None is 1 / sqrt(key_dim).
-        implementation: "reference" or "chunked"; None is what `which_implementation` names.
+        implementation: "reference", "chunked" or "tpu"; None is what `which_implementation` names.
 
     Raises:
-        InputError: sizes that contradict each other, or an unknown implementation.
+        InputError: sizes that contradict each other, or a named implementation that is unknown or cannot take the call.
     """
-    call = prepare(q, k, v, log_decay, beta, state=state, mask=mask, scale=scale)
-    result = _run(call, implementation, parts=False)
-    return result.out.reshape(v.shape).astype(v.dtype), _by_head(result.state)
+    call = prepare(q, k, v, log_decay, beta, state=state, mask=mask)
+    result = _run(call, scale, implementation, parts=False)
+    return result.out.reshape(v.shape), _by_head(result.state)
 
 
 @jaxtyped(typechecker=beartype)
@@ -79,23 +82,36 @@ def gated_delta_parts(
     The outputs are `out + reach . S`, the final state is `state + transition . S`. All are float32 (float64 for
     float64 values), the output not yet in v's dtype. Arguments and errors are those of `gated_delta`.
     """
-    call = prepare(q, k, v, log_decay, beta, state=None, mask=mask, scale=scale)
-    result = _run(call, implementation, parts=True)
+    call = prepare(q, k, v, log_decay, beta, state=None, mask=mask)
+    result = _run(call, scale, implementation, parts=True)
     reach = result.reach.reshape(*v.shape[:3], k.shape[-1])
     return result.out.reshape(v.shape), _by_head(result.state), reach, _by_head(result.transition)
 
 
-def which_implementation(seq: int) -> str:
-    """The implementation that runs for sequences of this length: a single token is one step of the definition."""
-    return "reference" if seq == 1 else "chunked"
+def which_implementation(
+    seq: int,
+    *,
+    dtype: DTypeLike = jnp.float32,
+    key_dim: int = 128,
+    value_dim: int = 128,
+    parts: bool = False,
+    platform: str | None = None,
+) -> str:
+    """The implementation that runs for sequences of this length: a single token is one step of the definition.
+
+    Args:
+        dtype: of q, k and v.
+        parts: of `gated_delta_parts` rather than `gated_delta`.
+        platform: "cpu", "tpu", "cuda" or "rocm"; None is the one that a call made now would run on.
+    """
+    shapes = [(1, seq, 1, key_dim)] * 2 + [(1, seq, 1, 1, value_dim)] + [(1, seq, 1, 1)] * 2
+    arrays = [jax.ShapeDtypeStruct(s, dtype) for s in [*shapes, (1, 1, 1, key_dim, value_dim)]]
+    return choose(platform or here(), Call(*arrays), parts=parts)
 
 
-def _run(call: Call, implementation: str | None, *, parts: bool) -> Result:
-    name = which_implementation(call.v.shape[1]) if implementation is None else implementation
-    if name not in IMPLEMENTATIONS:
-        known = " or ".join(repr(n) for n in IMPLEMENTATIONS)
-        raise InputError(f"gated_delta: implementation={name!r} is unknown: use {known}, or None")
-    return importlib.import_module(f"{__package__}.{name}").run(call, parts=parts)
+def _run(call: Call, scale: float | None, implementation: str | None, *, parts: bool) -> Result:
+    plan = plan_for(call, parts=parts) if implementation is None else named_plan(implementation, call, parts=parts)
+    return run(plan, call, call.k.shape[-1] ** -0.5 if scale is None else scale, parts=parts)
 
 
 def _by_head(x: Float[Array, "batch key_heads group rows columns"]) -> Float[Array, "batch heads rows columns"]:

@@ -20,9 +20,8 @@ def prepare(
     *,
     state: Array | None,
     mask: Array | None,
-    scale: float | None,
 ) -> Call:
-    """The checked call: in float32 at least, heads grouped by the key head that they read, masked tokens made idle.
+    """The checked call: gates in float32 at least, heads grouped by their key head, masked tokens made idle.
 
     Raises:
         InputError: arguments that contradict each other, all of them in one message.
@@ -35,9 +34,9 @@ def prepare(
         log_decay, beta = (jnp.where(mask[..., None], x, 0) for x in (log_decay, beta))
     shape = (batch, *grouped[2:], key_dim, v.shape[3])
     call = Call(
-        q=q.astype(dtype) * (key_dim**-0.5 if scale is None else scale),
-        k=k.astype(dtype),
-        v=v.astype(dtype).reshape(*grouped, v.shape[3]),
+        q=q,
+        k=k,
+        v=v.reshape(*grouped, v.shape[3]),
         log_decay=log_decay.reshape(grouped),
         beta=beta.reshape(grouped),
         state=jnp.zeros(shape, dtype) if state is None else state.astype(dtype).reshape(shape),

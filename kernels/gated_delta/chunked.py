@@ -22,8 +22,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from shardzoo.kernels.gated_delta.inverse import unit_lower_inverse
-from shardzoo.kernels.gated_delta.options import Call, Result
-from shardzoo.kernels.gated_delta.reference import identity_like
+from shardzoo.kernels.gated_delta.options import Call, Result, identity_like, result_dtype, wide
 
 CHUNK = 64  # tokens
 
@@ -45,8 +44,9 @@ class _Chunk(NamedTuple):
     beta: Float[Array, "batch key_heads group chunk"]
 
 
-def run(call: Call, *, parts: bool) -> Result:
+def run(call: Call, scale: float, *, parts: bool) -> Result:
     """A scan over the chunks; the last one is filled up with tokens that change nothing."""
+    dtype, call = result_dtype(call, parts=parts), wide(call, scale)
     seq = call.v.shape[1]
     chunk = min(CHUNK, 1 << max(seq - 1, 0).bit_length())
     by_chunk = [_cut(x, chunk) for x in (call.q, call.k, call.v, call.log_decay, call.beta)]
@@ -54,7 +54,7 @@ def run(call: Call, *, parts: bool) -> Result:
     body = jax.checkpoint(_one_chunk, prevent_cse=False)
     last, (out, reach) = lax.scan(body, first, by_chunk)
     reach = None if reach is None else _join(reach, seq)
-    return Result(_join(out, seq), last.state, reach, last.transition)
+    return Result(_join(out, seq).astype(dtype), last.state, reach, last.transition)
 
 
 def _cut(x: Float[Array, "batch seq ..."], chunk: int) -> Float[Array, "chunks batch chunk ..."]:

@@ -4,26 +4,17 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from shardzoo.kernels.flash_attention.options import varying_like
-from shardzoo.kernels.gated_delta.options import Call, Result
+from shardzoo.kernels.gated_delta.options import Call, Result, cut, result_dtype, wide, with_identity
 
 
-def run(call: Call, *, parts: bool) -> Result:
-    """One step of the recurrence for each token.
-
-    The parts are columns of values that are zero, beside a state that is the identity there: the rule is linear in
-    (state, values), column by column.
-    """
-    state, v, width = call.state, call.v, call.v.shape[-1]
-    if parts:
-        state = jnp.concatenate([state, identity_like(state)], axis=-1)
-        v = jnp.concatenate([v, jnp.zeros((*v.shape[:-1], call.k.shape[-1]), v.dtype)], axis=-1)
-    by_token = [jnp.moveaxis(x, 1, 0) for x in (call.q, call.k, v, call.log_decay, call.beta)]
-    state, out = lax.scan(_step, state, by_token)
-    out = jnp.moveaxis(out, 0, 1)
-    if not parts:
-        return Result(out, state)
-    return Result(out[..., :width], state[..., :width], out[..., width:], state[..., width:])
+def run(call: Call, scale: float, *, parts: bool) -> Result:
+    """One step of the recurrence for each token."""
+    dtype, width = result_dtype(call, parts=parts), call.v.shape[-1]
+    call = wide(with_identity(call) if parts else call, scale)
+    by_token = [jnp.moveaxis(x, 1, 0) for x in (call.q, call.k, call.v, call.log_decay, call.beta)]
+    state, out = lax.scan(_step, call.state, by_token)
+    out = jnp.moveaxis(out, 0, 1).astype(dtype)
+    return cut(out, state, width) if parts else Result(out, state)
 
 
 def _step(
@@ -36,12 +27,3 @@ def _step(
     change = (v - predicted) * beta[..., None]
     state = state + k[:, :, None, :, None] * change[..., None, :]
     return state, jnp.einsum("bhgkv,bhk->bhgv", state, q, precision=lax.Precision.HIGHEST)
-
-
-def identity_like(
-    state: Float[Array, "batch key_heads group key_dim value_dim"],
-) -> Float[Array, "batch key_heads group key_dim key_dim"]:
-    """The identity in place of each head's state."""
-    size = state.shape[-2]
-    whole = jnp.broadcast_to(jnp.eye(size, dtype=state.dtype), (*state.shape[:-2], size, size))
-    return varying_like(whole, state)

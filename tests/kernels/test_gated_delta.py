@@ -262,6 +262,6 @@ def test_refusals():
     with pytest.raises(InputError, match="heads=5 does not divide by the key_heads=2"):
         bad = {n: x[n][:, :, :5] for n in ("v", "log_decay", "beta")}
         gated_delta(**{**x, **bad, "state": x["state"][:, :5]})
-    with pytest.raises(InputError, match="'triton' is unknown: use 'reference' or 'chunked'"):
+    with pytest.raises(InputError, match="'triton' is unknown: use one of 'reference', 'chunked'"):
         gated_delta(**x, implementation="triton")
     assert which_implementation(1) == "reference" and which_implementation(2) == "chunked"
