@@ -1,6 +1,6 @@
 """Saving and restoring the state of a training run against Orbax's defaults, and what saving costs the run.
 
-   python benchmarks/training_state.py [--mib 384] [--processes 1 2] [--rounds 3] [--dir DIR] [--parts save restore step]
+   python benchmarks/training_state.py [--mib 384] [--processes 1 2] [--rounds 3] [--parts save step]
 
 - save: seconds from the call until the step is there, and until the call returns, of ours and of Orbax's checkpointer
   with its defaults, of the same model and AdamW moments in the same processes, in turn;

@@ -110,7 +110,7 @@ class Training:
         self._sync, self._timeout = sync, timeout
         self._saved_at = time.monotonic()
         self._at: int | None = None  # the step that was restored or saved last
-        self._before = self._at
+        self._before: int | None = None
         self._metrics: dict[int, float | None] = {}
         self._finishing: threading.Thread | None = None
         self._failure: BaseException | None = None

@@ -83,7 +83,8 @@ class Job:
         held = sum(taken.nbytes for taken in self.taken.values())
         root = folders[MANIFEST].parent
         placed = {
-            p: (str(_lies(folder, folders).relative_to(root)), *rest) for p, (folder, *rest) in self.placed.items()
+            path: (str(_lies(folder, folders).relative_to(root)), spec, grid)
+            for path, (folder, spec, grid) in self.placed.items()
         }
         writer = LeafWriter(root, placed, budget=max(LEAST_BUDGET, held // 16), sync=self.sync)
         try:

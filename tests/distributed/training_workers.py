@@ -11,6 +11,7 @@ import optax
 import toy_training as toy
 from fork_server import ready
 
+import shardzoo.checkpoints.training  # noqa: F401 (imports Orbax, once for all that are forked)
 from shardzoo.checkpoints import distributed
 from shardzoo.zoo.layout import named
 
