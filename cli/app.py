@@ -225,6 +225,14 @@ def audit(
     train: Annotated[
         bool, typer.Option("--train", help="Also gradients of all weights, and the moments that AdamW keeps.")
     ] = False,
+    remat: Annotated[
+        str | None,
+        typer.Option(
+            metavar="POLICY",
+            help="With --train: blocks are computed again: all, attention, collectives, dots (zoo/remat.py).",
+            show_default="everything is kept",
+        ),
+    ] = None,
     at_rest: Annotated[
         str | None,
         typer.Option(
@@ -239,8 +247,14 @@ def audit(
         typer.Option(min=1, max=MOST_TOKENS, help="Text: memory of generating so many tokens.", show_default=False),
     ] = None,
     microbatches: Annotated[
-        int, typer.Option(min=1, max=MOST_CELLS, help="Of a pipeline of stages, which says how long they wait.")
-    ] = 1,
+        int | None,
+        typer.Option(
+            min=1,
+            max=MOST_CELLS,
+            help="How long a pipeline's stages wait with so many; traced is one for each stage, as far as rows go.",
+            show_default=False,
+        ),
+    ] = None,
     batch: Annotated[int, typer.Option(min=1, max=MOST_CELLS, help="Rows of the input.")] = 1,
     tokens: Annotated[int, typer.Option(min=1, max=MOST_TOKENS, help="Length of each row of text.")] = 4096,
     frames: Annotated[int, typer.Option(min=1, max=MOST_CELLS, help="Length of a video.")] = 81,
@@ -277,6 +291,10 @@ def audit(
         raise typer.BadParameter("give meshes to check, or chips to choose meshes for", param_hint="--mesh, --chips")
     if compiles and chips is None:
         raise typer.BadParameter("needs chips to compile for", param_hint="--compile")
+    if remat is not None and not train:
+        raise typer.BadParameter("is for training: give --train too", param_hint="--remat")
+    if compiles and train:
+        raise typer.BadParameter("compiles the forward pass alone: leave --train out", param_hint="--compile")
     with uninterrupted():
         from shardzoo.cli import auditing
     sizes = auditing.TraceSizes(batch=batch, tokens=tokens, frames=frames, height=height, width=width)
@@ -287,6 +305,7 @@ def audit(
         dtype=dtype,
         compile=compiles,
         train=train,
+        remat=remat == "all" or remat or False,
         at_rest=at_rest,
         new=new_tokens,
         microbatches=microbatches,
@@ -301,6 +320,41 @@ def audit(
     }
     if not auditing.audit(target, mesh or [], ahead=ahead, quantize=quantize, html=html, json=json, **reading):
         raise typer.Exit(1)
+
+
+@app.command(epilog=EPILOG)
+def measure(
+    target: Annotated[str, typer.Argument(metavar="TARGET", help="Preset FAMILY/NAME, checkpoint, or PyTorch source.")],
+    mesh: Annotated[Any, typer.Option(parser=options.parse_mesh, metavar="MESH", help=MESH_HELP)] = "one",
+    steps: Annotated[int, typer.Option(min=1, max=1000, help="How many are measured.")] = 5,
+    batch: Annotated[int, typer.Option(min=1, max=MOST_CELLS, help="Rows of the input.")] = 1,
+    tokens: Annotated[int, typer.Option(min=1, max=MOST_TOKENS, help="Length of each row of text.")] = 512,
+    frames: Annotated[int, typer.Option(min=1, max=MOST_CELLS, help="Length of a video.")] = 5,
+    height: Annotated[int, typer.Option(min=1, max=MOST_CELLS, help="Of images and videos, in pixels.")] = 256,
+    width: Annotated[int, typer.Option(min=1, max=MOST_CELLS, help="Of images and videos, in pixels.")] = 256,
+    dtype: Annotated[
+        Any, typer.Option(parser=options.parse_dtype, metavar="DTYPE", help="Of weights and activations.")
+    ] = "bfloat16",
+    trace: Annotated[
+        Path | None, typer.Option(help="Keep the profiler's trace in this folder.", show_default=False)
+    ] = None,
+    family: Family = None,
+    component: Annotated[
+        str | None, typer.Option(help="Which model of several in a PyTorch source.", show_default=False)
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Run a forward pass where it is, with made-up weights, and show what it takes beside what audit predicts.
+
+    Step time, the share of the device's peak that the model's own work reaches, time in collectives and how much of it
+    nothing hides, idle time, memory, and the device that the others wait for, read off JAX's profiler. For a step of
+    your own use `shardzoo.zoo.measure`. On a machine without accelerators it makes the CPU devices that the mesh needs.
+    """
+    with uninterrupted():
+        from shardzoo.cli import measuring
+    reading = {"family": family, "component": component}
+    sizes = measuring.TraceSizes(batch=batch, tokens=tokens, frames=frames, height=height, width=width)
+    measuring.run(target, mesh, sizes=sizes, dtype=dtype, steps=steps, folder=trace, json=json, **reading)
 
 
 @app.command(epilog=EPILOG)

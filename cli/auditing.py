@@ -43,9 +43,11 @@ class Ahead:
         sizes: of the inputs.
         dtype: of the weights.
         train: whether gradients are taken, and AdamW's state is held.
+        remat: what of a block is kept for the backward pass (`zoo.remat`).
         at_rest: the axis that weights are split over while they are not used.
         new: tokens to generate.
-        microbatches: that a pipeline of several stages works on.
+        microbatches: that a pipeline of several stages works on, to say how long they wait; None is one for each stage,
+            as far as rows go, which is what is traced.
     """
 
     topology: str | None
@@ -54,9 +56,10 @@ class Ahead:
     dtype: np.dtype | None
     compile: bool = False
     train: bool = False
+    remat: str | bool = False
     at_rest: str | None = None
     new: int | None = None
-    microbatches: int = 1
+    microbatches: int | None = None
 
 
 def audit(
@@ -156,6 +159,10 @@ class _Judged:
                 self.generation = {degrees: self._generation(family, degrees) for degrees in self.looked_at}
         self.compiled = self._compile(family)
 
+    @property
+    def _passing(self) -> dict[str, Any]:
+        return {"train": self.ahead.train, "remat": self.ahead.remat}
+
     def _rank(self, family: Any) -> Any:
         with uninterrupted():
             from shardzoo.cli import chips, prediction, remedies
@@ -164,12 +171,12 @@ class _Judged:
         at_rest = None if self.ahead.at_rest is None else self.at_rest
         with working("tracing"):
             ranking = prediction.rank(
-                family, self.declared, where, self.ahead.sizes, given, train=self.ahead.train, at_rest=at_rest
+                family, self.declared, where, self.ahead.sizes, given, at_rest=at_rest, **self._passing
             )
             if ranking.fits:
                 return ranking
             attempt = remedies.Attempt(
-                family=family, declared=self.declared, where=where, sizes=self.ahead.sizes, train=self.ahead.train
+                family=family, declared=self.declared, where=where, sizes=self.ahead.sizes, **self._passing
             )
             nearest = None if ranking.best is None else ranking.best.degrees
             return dataclasses.replace(ranking, remedies=remedies.remedies(attempt, nearest))
@@ -180,7 +187,7 @@ class _Judged:
 
         mesh = prediction.abstract_mesh(degrees, chips.CHIPS["v5e"].kind)
         declared = self.at_rest(degrees)
-        traced = memory.trace(family, declared, mesh, self.ahead.sizes, train=self.ahead.train)
+        traced = memory.trace(family, declared, mesh, self.ahead.sizes, **self._passing)
         return memory.memory_of(declared, degrees, traced, train=self.ahead.train)
 
     def _generation(self, family: Any, degrees: Degrees) -> Any:
@@ -219,7 +226,8 @@ class _Judged:
         return next((one for one in made if one.degrees == degrees), None)
 
     def described(self, degrees: Degrees) -> Dimensions:
-        return describe(self.declared, degrees, self.ahead.microbatches)
+        rows = -(-self.ahead.sizes.batch // degrees.data)
+        return describe(self.declared, degrees, self.ahead.microbatches or min(degrees.pipe, rows))
 
     def to_json(self) -> dict[str, Any]:
         count, size = judging.total(self.target.declared)

@@ -8,12 +8,11 @@ from typing import Any
 from shardzoo.cli.terminal import size_text
 from shardzoo.zoo import layout, schedule
 from shardzoo.zoo.attention import exchange
-from shardzoo.zoo.layout import LAYER
-from shardzoo.zoo.mesh import KV, PIPE, REP, TP, Degrees
+from shardzoo.zoo.layout import LAYER, ROUND
+from shardzoo.zoo.mesh import KV, PIPE, REP, Degrees
 from shardzoo.zoo.parts import part_of
 
 LARGEST = 256  # degree that is looked for
-KINDS = {TP: "tensor", (KV,): "kv", (PIPE,): "pipe"}  # what a split over these axes is called
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,7 +20,7 @@ class Dimension:
     """One dim of the model that is split.
 
     Attributes:
-        over: "tensor", "kv" (tensor, where few heads repeat), "pipe", or mesh axes.
+        axes: mesh axes that split it.
         ways: over how many devices the mesh splits it.
         repeats: on how many devices each part of it lies beside each other.
         divides: whether the mesh divides it; a dim over "kv" may also be a divisor of the tensor degree.
@@ -30,11 +29,27 @@ class Dimension:
 
     name: str
     size: int
-    over: str
+    axes: tuple[str, ...]
     ways: int
     repeats: int
     divides: bool
     bytes: int
+
+    @property
+    def over(self) -> str:
+        """The axes as degrees: "tensor", "kv" (tensor, where few heads repeat), "pipe" and so on."""
+        names = ["tensor" if axis == REP else axis for axis in self.axes if axis != KV or self.repeats_over_rep]
+        return "+".join(names)
+
+    @property
+    def by_tensor(self) -> bool:
+        """Whether the tensor degree splits it."""
+        return KV in self.axes
+
+    @property
+    def repeats_over_rep(self) -> bool:
+        """Whether it may have fewer parts than the tensor degree, each on several ranks."""
+        return self.axes == (KV,)
 
     @property
     def divisors(self) -> tuple[int, ...]:
@@ -42,7 +57,7 @@ class Dimension:
         return tuple(n for n in range(1, min(self.size, LARGEST) + 1) if self.size % n == 0)
 
     def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self) | {"divisors": self.divisors}
+        return dataclasses.asdict(self) | {"over": self.over, "divisors": self.divisors}
 
     def row(self) -> str:
         listed = _shortened(self.divisors)
@@ -52,7 +67,7 @@ class Dimension:
             state = f"{self.size // self.ways} each, on {self.repeats} ranks"
         else:
             state = f"{self.size // self.ways} each" if self.ways > 1 else "whole"
-        return f"  {self.name:12} {self.size:>7} {self.over:8} {self.ways:>4} {state:22} {listed}"
+        return f"  {self.name:12} {self.size:>7} {self.over:11} {self.ways:>4} {state:20} {listed}"
 
 
 def _shortened(numbers: tuple[int, ...]) -> str:
@@ -78,7 +93,7 @@ def _dimension(name: str, size: int, axes: tuple[str, ...], bytes: int, degrees:
     return Dimension(
         name=name,
         size=size,
-        over=KINDS.get(axes, "+".join(axes)),
+        axes=axes,
         ways=ways,
         repeats=degrees.sizes[REP] if few else 1,
         divides=size % ways == 0 and not (few and degrees.tensor % size and size % degrees.tensor),
@@ -142,25 +157,29 @@ class Limits:
             yield f"  {' and '.join(dims)} {'is' if len(dims) == 1 else 'are'} {what} tensor={degree}{rest}"
 
 
-def limits(declared: Any) -> Limits:
-    """The tensor degrees that this model allows, and the dims that stop larger ones."""
-    split = [d for d in dimensions(declared, Degrees()) if d.over in ("tensor", "kv")]
+def limits(declared: Any, pipe: int = 1) -> Limits:
+    """The tensor degrees that this model allows beside so many stages, and the dims that stop larger ones."""
+    split = [d for d in dimensions(declared, Degrees(pipe=pipe)) if d.by_tensor]
     if not split:
         return Limits(exact=(), repeating=(), binding={})
 
+    def rest(d: Dimension, degree: int) -> int:
+        return d.size % (degree * (pipe if PIPE in d.axes else 1))
+
     def stopping(degree: int) -> list[Dimension]:
-        return [d for d in split if d.size % degree and (d.over == "tensor" or degree % d.size)]
+        return [d for d in split if rest(d, degree) and not (d.repeats_over_rep and degree % d.size == 0)]
 
     def fits(degree: int) -> bool:
-        return not stopping(degree) and not layout.misfits(declared, layout.with_kv(declared, Degrees(tensor=degree)))
+        one = layout.with_kv(declared, Degrees(tensor=degree))
+        return not stopping(degree) and not layout.misfits(declared, one)
 
-    exact = tuple(t for t in range(1, LARGEST + 1) if all(d.size % t == 0 for d in split))
+    exact = tuple(t for t in range(1, LARGEST + 1) if not any(rest(d, t) for d in split)) or (1,)
     repeating = tuple(t for t in range(1, LARGEST + 1) if t not in exact and fits(t))
     binding, degree = {}, exact[-1]
     while True:
         degree *= 2
         hard = stopping(degree)
-        binding[degree] = tuple(f"{d.name}={d.size}" for d in hard or split if d.size % degree)
+        binding[degree] = tuple(f"{d.name}={d.size}" for d in hard or split if rest(d, degree))
         if hard or degree > LARGEST:
             return Limits(exact=exact, repeating=repeating, binding=binding)
 
@@ -212,7 +231,8 @@ def stages(declared: Any, degrees: Degrees, microbatches: int = 1) -> Stages:
     split = False
     for path, param in layout.named(declared).items():
         if LAYER in param.names:
-            stacks[path.partition(".")[0]] = param.size(LAYER)
+            rounds = param.size(ROUND) if ROUND in param.names else 1
+            stacks[path.partition(".")[0]] = param.size(LAYER) * rounds
             split = split or PIPE in param.axes(LAYER)
     common = math.gcd(*stacks.values()) if stacks else 1
     balanced = tuple(n for n in range(1, common + 1) if common % n == 0)
@@ -300,7 +320,7 @@ class Dimensions:
     def lines(self) -> Iterator[str]:
         """The table, and what follows from it."""
         if self.split:
-            yield f"  {'dim':12} {'size':>7} {'over':8} {'ways':>4} {'a device has':22} divisors"
+            yield f"  {'dim':12} {'size':>7} {'over':11} {'ways':>4} {'a device has':20} divisors"
             yield from (d.row() for d in self.split)
         yield from self.limits.lines()
         if self.repeated.bytes:
@@ -317,7 +337,7 @@ def describe(declared: Any, degrees: Degrees, microbatches: int = 1) -> Dimensio
     return Dimensions(
         split=dimensions(declared, degrees),
         repeated=repeated(declared, degrees),
-        limits=limits(declared),
+        limits=limits(declared, degrees.pipe),
         stages=stages(declared, degrees, microbatches),
         sequence=sequence(declared, degrees),
         splits={"axes": degrees.sizes, "parts": splits(declared, degrees)},

@@ -100,7 +100,7 @@ class Memory:
         yield from ((name, bytes) for name, bytes in rest.items() if bytes)
 
     def to_json(self) -> dict[str, Any]:
-        sums = {"parameters": self.parameters, "total": self.total, "bars": dict(self.bars())}
+        sums = {"parameters": self.parameters, "program": self.program, "total": self.total, "bars": dict(self.bars())}
         return dataclasses.asdict(self) | sums
 
     def lines(self, room: int | None) -> Iterator[str]:
@@ -140,10 +140,26 @@ class Traced:
 
 
 def trace(
-    family: Family, declared: Any, mesh: Mesh | AbstractMesh, sizes: TraceSizes, *, train: bool = False
+    family: Family,
+    declared: Any,
+    mesh: Mesh | AbstractMesh,
+    sizes: TraceSizes,
+    *,
+    train: bool = False,
+    remat: str | bool = False,
 ) -> Traced:
-    """The forward pass; with `train` also the gradients of all weights, of the mean square of what it returns."""
-    function, arguments = tracing(family)(declared, mesh, sizes)
+    """The forward pass; with `train` also the gradients of all weights, of the mean square of what it returns.
+
+    Raises:
+        InputError: the family has no forward pass to trace, or none that takes `remat`.
+    """
+    options: dict[str, Any] = {"remat": remat} if train and remat else {}
+    try:
+        function, arguments = tracing(family)(declared, mesh, sizes, **options)
+    except TypeError as error:
+        if "remat" not in str(error):
+            raise
+        raise InputError(f"family={family.name!r} keeps all activations: leave remat out") from error
     run = _gradients(function) if train else function
     whole = (layout.abstract(declared, mesh), *arguments)
     return Traced(jax.make_jaxpr(run)(*whole).jaxpr, whole)

@@ -42,8 +42,10 @@ td, th { padding: .22rem .6rem .22rem 0; vertical-align: middle; white-space: no
 td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; }
 td.wide { width: 30%; min-width: 9rem; }
 tr.best td { font-weight: 600; } tr.not td { color: var(--soft); } .bad { color: #d33a2c; font-weight: 600; }
-.mesh { display: inline-grid; gap: 2px; } .mesh > span { width: 1.35rem; height: 1.05rem; border-radius: 2px;
-  font-size: .62rem; line-height: 1.05rem; text-align: center; color: #fff; }
+.mesh { display: flex; flex-wrap: wrap; gap: .2rem .5rem; max-width: 27rem; }
+.mesh > span { display: flex; gap: 2px; }
+.mesh > span > span { width: 1.3rem; height: 1.15rem; border-radius: 2px; font-size: .68rem; line-height: 1.15rem;
+  text-align: center; color: #fff; }
 """
 
 
@@ -74,7 +76,7 @@ def _ranking(ranking: Mapping[str, Any]) -> Iterator[str]:
     meshes = ranking["meshes"]
     yield f"<h2>Meshes of {html.escape(ranking['chips'])}, {ranking['count']} chips</h2>"
     if ranking["best_because"] and meshes[0]["fits_memory"]:
-        yield f"<p>Best: <b>{html.escape(meshes[0]['mesh'])}</b>. {html.escape(ranking['best_because'])}.</p>"
+        yield f"<p>Best: <b>{html.escape(meshes[0]['mesh'])}</b>, {html.escape(ranking['best_because'])}.</p>"
     for remedy in ranking["remedies"]:
         what = f"{remedy['what']}: {remedy['mesh']}, {size_text(remedy['memory'])} a chip"
         yield f'<p><span class="bad">What would fit</span> {html.escape(what)}</p>'
@@ -154,7 +156,8 @@ def _splits(mesh: Mapping[str, Any]) -> Iterator[str]:
     yield '<div class="scroll"><table><tr><th>part</th><th class="n">all</th><th class="n">a chip</th><th>split</th>'
     yield "<th>devices</th></tr>"
     for part in mesh["splits"]["parts"]:
-        over = " and ".join(f"{dim} over {'+'.join(axes)}" for dim, axes in part["split"].items()) or "whole on each"
+        split = {dim: [axis for axis in axes if axis in sizes] for dim, axes in part["split"].items()}
+        over = " and ".join(f"{dim} over {'+'.join(axes)}" for dim, axes in split.items() if axes) or "whole on each"
         yield (
             f"<tr><td>{html.escape(part['part'])}</td><td class='n'>{size_text(part['bytes'])}</td>"
             f"<td class='n'>{size_text(part['device_bytes'])}</td><td>{html.escape(over)}</td>"
@@ -164,14 +167,17 @@ def _splits(mesh: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _grid(sizes: Mapping[str, int], over: Sequence[str]) -> str:
-    columns = list(sizes.values())[-1]
-    cells, pieces = [], {}
+    """The devices in a row, those of one place on all axes but the last together."""
+    pieces: dict[tuple[int, ...], int] = {}
+    groups: dict[tuple[int, ...], list[int]] = {}
     for place in itertools.product(*(range(n) for n in sizes.values())):
         piece = tuple(at for axis, at in zip(sizes, place, strict=True) if axis in over)
-        number = pieces.setdefault(piece, len(pieces))
-        cells.append(number)
-    made = "".join(f'<span style="background:hsl({_hue(n, len(pieces))})">{_letter(n)}</span>' for n in cells)
-    return f'<span class="mesh" style="grid-template-columns:repeat({columns},auto)">{made}</span>'
+        groups.setdefault(place[:-1], []).append(pieces.setdefault(piece, len(pieces)))
+    drawn = (
+        "".join(f'<span style="background:hsl({_hue(n, len(pieces))})">{_letter(n)}</span>' for n in cells)
+        for cells in groups.values()
+    )
+    return '<span class="mesh">' + "".join(f"<span>{cells}</span>" for cells in drawn) + "</span>"
 
 
 def _hue(number: int, count: int) -> str:

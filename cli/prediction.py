@@ -18,6 +18,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from shardzoo.cli.audit import Verdict, judge, total
 from shardzoo.cli.chips import Chip, Slice
+from shardzoo.cli.dimensions import stages
 from shardzoo.cli.memory import Memory, memory_of, trace
 from shardzoo.cli.terminal import size_text
 from shardzoo.errors import InputError
@@ -57,8 +58,8 @@ class Link:
 
 
 LINKS_HEADER = (
-    f"    {'collective':18} {'over':10} {'each':>4} {'in':>10} {'sends':>10} {'all':>6} {'bytes':>10} {'ms':>9}"
-    f" {'can hide':>9}"
+    f"    {'collective':18} {'over':10} {'each':>4} {'in':>10} {'sends':>10} {'all':>6} {'bytes':>10} {'ms':>8}"
+    f" {'can hide':>8}"
 )
 
 
@@ -73,6 +74,7 @@ class Prediction:
         compute, reading: seconds of matrix work; of reading the weights once.
         links: the collectives.
         utilisation: matrix work over what all chips could do in `seconds`; an upper bound.
+        ticks: of a pipeline of stages, in each of which every stage works on one microbatch or waits; 1 without.
     """
 
     degrees: Degrees
@@ -84,6 +86,12 @@ class Prediction:
     reading: float
     links: tuple[Link, ...]
     utilisation: float
+    ticks: int = 1
+
+    @property
+    def stage(self) -> float:
+        """Seconds of the slowest stage for one microbatch: all have the same layers, and so take the same."""
+        return self.seconds / self.ticks
 
     @property
     def fits_memory(self) -> bool:
@@ -119,12 +127,14 @@ class Prediction:
             "weight_reading_seconds": self.reading,
             "collectives": [link.to_json() for link in self.links],
             "utilisation_bound": self.utilisation,
+            "slowest_stage_seconds": self.stage,
+            "ticks": self.ticks,
         }
 
     def row(self) -> str:
         parts = f"{_ms(self.seconds)} {_ms(self.compute)} {_ms(self.reading)} {_ms(self.sending)} {_ms(self.hidden)}"
-        note = "" if self.fits_memory else "  too much"
-        return f"  {self.degrees!s:26} {size_text(self.memory.total):>10} {parts} {self.utilisation:5.0%}{note}"
+        note = "" if self.fits_memory else " no room"
+        return f"  {self.degrees!s:25} {size_text(self.memory.total):>10} {parts} {self.utilisation:5.0%}{note}"
 
     def lines(self) -> Iterator[str]:
         """What the mesh's step is made of."""
@@ -134,6 +144,8 @@ class Prediction:
     def work_lines(self) -> Iterator[str]:
         flops = f"{self.costs.flops / 1e12:.3g} TFLOP a chip, {1000 * self.compute:.1f} ms at its peak"
         yield f"  matrix work: {flops}; utilisation at most {self.utilisation:.0%}"
+        if self.ticks > 1:
+            yield f"  slowest stage: {1000 * self.stage:.1f} ms for a microbatch, all alike; {self.ticks} ticks a step"
         for part, passes in sorted(self.costs.parts.items(), key=lambda one: -one[1]):
             share = passes / self.costs.passes
             if share >= 0.001:
@@ -148,17 +160,24 @@ class Prediction:
 
 
 HEADER = (
-    f"  {'mesh':26} {'memory':>10} {'step ms':>9} {'compute':>9} {'reading':>9} {'links':>9} {'can hide':>9}"
+    f"  {'mesh':25} {'memory':>10} {'step ms':>8} {'compute':>8} {'reading':>8} {'links':>8} {'can hide':>8}"
     f" {'bound':>5}"
 )
 
 
 def _ms(seconds: float) -> str:
-    return f"{1000 * seconds:9.1f}" if seconds < 1000 else f"{1000 * seconds:9.3g}"
+    return f"{1000 * seconds:8.1f}" if seconds < 100 else f"{1000 * seconds:8.3g}"
 
 
 def predict(
-    family: Family, declared: Any, verdict: Verdict, where: Slice, sizes: TraceSizes, *, train: bool = False
+    family: Family,
+    declared: Any,
+    verdict: Verdict,
+    where: Slice,
+    sizes: TraceSizes,
+    *,
+    train: bool = False,
+    remat: str | bool = False,
 ) -> Prediction:
     """What the family's forward pass takes on a mesh that fits; with `train` also its gradients.
 
@@ -166,7 +185,7 @@ def predict(
         InputError: the family has no forward pass to trace, or one whose work cannot be counted.
     """
     chip, degrees = where.chip.device, verdict.degrees
-    traced = trace(family, declared, abstract_mesh(degrees, chip.kind), sizes, train=train)
+    traced = trace(family, declared, abstract_mesh(degrees, chip.kind), sizes, train=train, remat=remat)
     costs = costs_by(traced.jaxpr, degrees.sizes, *traced.arguments)
     compute, reading = costs.passes / chip.flops, verdict.device_bytes / chip.hbm
     links = tuple(_link(collective, chip) for collective in costs.collectives)
@@ -181,7 +200,13 @@ def predict(
         reading=reading,
         links=links,
         utilisation=costs.flops / chip.flops / whole,
+        ticks=ticks_of(degrees, sizes.batch),
     )
+
+
+def ticks_of(degrees: Degrees, batch: int) -> int:
+    """Of a pipeline with as many microbatches as stages, as far as a device's rows go, which is what is traced."""
+    return degrees.pipe + min(degrees.pipe, -(-batch // degrees.data)) - 1
 
 
 def _link(collective: Collective, chip: Chip) -> Link:
@@ -196,13 +221,16 @@ def abstract_mesh(degrees: Degrees, kind: str) -> AbstractMesh:
     return AbstractMesh(tuple(degrees.sizes.values()), AXES, axis_types=types, abstract_device=device)
 
 
-def meshes_of(chips: int, batch: int) -> list[Degrees]:
-    """All ways to lay out so many chips, `pipe` apart; `data` splits whole rows of the batch."""
+def meshes_of(chips: int, batch: int, pipes: Sequence[int] = (1,)) -> list[Degrees]:
+    """All ways to lay out so many chips; `data` splits whole rows of the batch.
+
+    Of stages there may be as many as `pipes` says, where a device has more than one row to pass through them.
+    """
     divisors = [n for n in range(1, chips + 1) if chips % n == 0]
     return [
-        Degrees(data=data, context=context, tensor=chips // data // context)
-        for data, context in itertools.product(divisors, divisors)
-        if chips % (data * context) == 0 and batch % data == 0
+        Degrees(data=data, pipe=pipe, context=context, tensor=chips // data // pipe // context)
+        for data, pipe, context in itertools.product(divisors, sorted(pipes), divisors)
+        if chips % (data * pipe * context) == 0 and batch % data == 0 and (pipe == 1 or batch // data > 1)
     ]
 
 
@@ -327,6 +355,7 @@ def rank(
     given: Sequence[Degrees] | None = None,
     *,
     train: bool = False,
+    remat: str | bool = False,
     at_rest: Callable[[Degrees], Any] | None = None,
 ) -> Ranking:
     """The given meshes, or all of so many chips, by predicted time; `at_rest` gives the declaration that is for a mesh.
@@ -338,13 +367,14 @@ def rank(
     if wrong:
         counted = where.chips if where.chip.devices == 1 else f"{where.chips} chips of {where.devices} devices"
         raise InputError(f"chips={where.name!r} are {counted}, and mesh ({'), ('.join(wrong)}) is of another number")
-    verdicts = [judge(declared, degrees) for degrees in given or meshes_of(where.devices, sizes.batch)]
+    meshes = given or meshes_of(where.devices, sizes.batch, pipes_of(declared))
+    verdicts = [judge(declared, degrees) for degrees in meshes]
     if at_rest is not None:
         fitting = [judge(at_rest(verdict.degrees), verdict.degrees) for verdict in verdicts if verdict.fits]
     else:
         fitting = [verdict for verdict in verdicts if verdict.fits]
     of = at_rest or (lambda _: declared)
-    made = [predict(family, of(v.degrees), v, where, sizes, train=train) for v in fitting]
+    made = [predict(family, of(v.degrees), v, where, sizes, train=train, remat=remat) for v in fitting]
     _, size = total(declared)
     return Ranking(
         where=where,
@@ -354,6 +384,12 @@ def rank(
         least_chips=math.floor(size / (where.chip.usable)) + 1,
         train=train,
     )
+
+
+def pipes_of(declared: Any) -> tuple[int, ...]:
+    """Numbers of stages of one mix, where the model's layers may be split over `pipe`."""
+    found = stages(declared, Degrees())
+    return found.degrees if found.split else (1,)
 
 
 def _order(prediction: Prediction) -> tuple[bool, float]:

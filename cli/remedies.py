@@ -28,6 +28,7 @@ class Attempt:
     where: Slice
     sizes: TraceSizes
     train: bool
+    remat: str | bool = False
 
     def on(self, degrees: Degrees, **change: Any) -> Prediction | None:
         """The prediction on a mesh, with some of this changed; None where the dims do not allow it."""
@@ -35,7 +36,7 @@ class Attempt:
         verdict = judge(one.declared, degrees)
         if not verdict.fits:
             return None
-        return predict(one.family, one.declared, verdict, one.where, one.sizes, train=one.train)
+        return predict(one.family, one.declared, verdict, one.where, one.sizes, train=one.train, remat=one.remat)
 
 
 def remedies(attempt: Attempt, nearest: Degrees | None) -> tuple[Remedy, ...]:

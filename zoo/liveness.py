@@ -121,12 +121,9 @@ class _Program:
         return [self.values[root] for root in roots - self.fixed]
 
     def unread(self) -> frozenset[int]:
-        """Places of the inputs that are neither read nor results."""
-        read = {id(v) for v in self.outputs}
-        for step in reversed(self.steps):
-            if step.name != ALIAS or id(step.outputs[0]) in read:
-                read.update(id(v) for v in step.inputs)
-        return frozenset(place for place, v in enumerate(self.inputs) if id(v) not in read)
+        """Places of the inputs that no result comes from."""
+        read = {id(value) for step in self.steps for value in step.inputs} | {id(value) for value in self.outputs}
+        return frozenset(place for place, value in enumerate(self.inputs) if id(value) not in read)
 
     def _decide(self) -> None:
         """Which values are made in memory, and what each of the others is computed from."""
@@ -144,14 +141,38 @@ class _Program:
 
     def _wanted(self, step: Step, value: Value, roots: frozenset[int], results: set[int]) -> bool:
         """Whether a value that could be computed where it is read is made in memory all the same."""
-        if (step.name in VIEWS and len(roots) == 1) or not roots:
+        if not roots:
             return False
         readers = self._final_readers(value)
+        if step.name in VIEWS and len(roots) == 1:
+            return self._copied(step, value, sum((self.size(self.values[r]) for r in roots), 0.0))
         if id(value) in results or any(r.name in _READS for r in readers):
             return not (step.name == CAST and all(r.name in PRODUCTS for r in readers))
         if len(readers) < 2:
             return False
         return self.size(value) <= sum(self.size(self.values[r]) for r in roots if r not in self.fixed)
+
+    def _copied(self, step: Step, value: Value, source: float) -> bool:
+        """Whether a view is made: a part of an array for a kernel, which reads whole arrays; one that has grown by
+        repetition, for what reads memory, or for a change of its last dim."""
+        direct = self.readers.get(id(value), [])
+        if step.name in ("slice", "dynamic_slice") and any(
+            r.name == "pallas_call" for r in self._through_shapes(value)
+        ):
+            return True
+        grown = self.size(value) > 1.01 * source
+        return grown and any(
+            r.name in _READS or (r.name == "reshape" and r.outputs[0].aval.shape[-1:] != value.aval.shape[-1:])
+            for r in direct
+        )
+
+    def _through_shapes(self, value: Value) -> list[Step]:
+        """What reads it, through changes of shape alone."""
+        found: list[Step] = []
+        for reader in self.readers.get(id(value), ()):
+            same = reader.name in ("reshape", "squeeze", "expand_dims", "pvary", "pcast", ALIAS)
+            found += self._through_shapes(reader.outputs[0]) if same else [reader]
+        return found
 
     def _final_readers(self, value: Value) -> list[Step]:
         """What reads it, through views."""
@@ -250,8 +271,7 @@ def tiled_bytes(shape: tuple[int, ...], itemsize: int, tiled: bool = True) -> in
 def _function(eqn: JaxprEqn) -> str:
     """Where in this package an equation was written: Mlp.__call__."""
     frames = eqn.source_info.traceback
-    codes = frames.raw_frames()[0] if frames else []
-    for code in codes:
+    for code in frames.raw_frames()[0] if frames else ():
         if "shardzoo" in code.co_filename or "/zoo/" in code.co_filename or "/kernels/" in code.co_filename:
             return code.co_qualname.replace(".<locals>", "").replace(".<lambda>", "")
     return eqn.primitive.name

@@ -62,6 +62,17 @@ class Program:
         self.constants = [Value(v.aval) for v in jaxpr.constvars]
         known |= dict(zip(jaxpr.constvars, self.constants, strict=True))
         self.outputs = self._write_out(jaxpr, known)
+        self.steps = self._needed()
+
+    def _needed(self) -> list[Step]:
+        """The steps that a result comes from: compilers leave the others out."""
+        read = {id(value) for value in self.outputs}
+        kept = []
+        for step in reversed(self.steps):
+            if any(id(value) in read for value in step.outputs):
+                read.update(id(value) for value in step.inputs)
+                kept.append(step)
+        return kept[::-1]
 
     def _write_out(self, jaxpr: Jaxpr, known: dict[Var, Value]) -> list[Value]:
         """Adds the equations; the values of the results."""

@@ -1,5 +1,6 @@
 """`audit --chips`: what a slice's name means, times by hand, and the ranking of meshes."""
 
+import dataclasses
 import json
 
 import pytest
@@ -78,7 +79,20 @@ def test_all_meshes_of_the_chips():
     assert {str(d) for d in prediction.meshes_of(4, batch=2)} == {
         "tensor=4", "context=2,tensor=2", "context=4", "data=2,tensor=2", "data=2,context=2",
     }  # fmt: skip
+    staged = {str(d) for d in prediction.meshes_of(4, batch=2, pipes=(1, 2, 4))}
+    assert {"pipe=2,tensor=2", "pipe=2,context=2", "pipe=4"} <= staged and "data=2,pipe=2" not in staged
+    assert not any(d.pipe > 1 for d in prediction.meshes_of(4, batch=1, pipes=(1, 2, 4)))
     assert all(d.data == 1 and d.devices == 6 for d in prediction.meshes_of(6, batch=1))
+
+
+def test_a_pipeline_of_stages_is_ranked_too():
+    declared, where = decoder.declare(dataclasses.replace(TINY, layers=4)), chips.parse("v5e-4")
+    found = prediction.rank(find_family("decoder"), declared, where, TraceSizes(batch=4, tokens=32), [Degrees(pipe=4)])
+    (one,) = found.predictions
+    assert one.ticks == 7 and one.stage == pytest.approx(one.seconds / 7)
+    assert any("slowest stage: " in line and "7 ticks a step" in line for line in one.work_lines())
+    (sent,) = [link.collective for link in one.links if link.collective.kind == "collective-permute"]
+    assert sent.axes == ("pipe",) and sent.count >= 6
 
 
 def test_the_ranking_puts_what_fits_first_and_names_what_does_not():

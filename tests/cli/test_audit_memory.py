@@ -1,0 +1,167 @@
+"""Memory of a chip by our own arithmetic, against compiled programs; what would fit where nothing does; the page."""
+
+import html.parser
+import json
+
+import pytest
+from command_line import invoke
+
+from shardzoo.cli.memory import memory_of, part_bytes, trace, weight_bytes
+from shardzoo.cli.prediction import abstract_mesh
+from shardzoo.zoo import decoder, find_preset, layout
+from shardzoo.zoo.families import TraceSizes, family_names, find_family
+from shardzoo.zoo.mesh import Degrees
+
+TINY = decoder.Config(vocab=512, embed=256, layers=4, heads=8, kv_heads=4, head_dim=128, mlp=512)
+V5E = "TPU v5 lite"
+
+
+def memory(config, degrees, *, family="decoder", train=False, dtype="bfloat16", **sizes):
+    found = find_family(family)
+    model = layout.astype(found.declare(config), dtype)
+    degrees = layout.with_kv(model, degrees)
+    traced = trace(found, model, abstract_mesh(degrees, V5E), TraceSizes(**sizes), train=train)
+    return memory_of(model, degrees, traced, train=train)
+
+
+def test_weights_by_part_are_those_of_the_declaration():
+    found = memory(TINY, Degrees(tensor=4), tokens=128)
+    c, layers = TINY, TINY.layers
+    assert found.weights["attention"] == 2 * layers * c.embed * c.head_dim * (2 * c.heads + 2 * c.kv_heads) // 4
+    assert found.weights["mlp"] == 2 * layers * 3 * c.mlp * c.embed // 4
+    assert found.weights["embeddings"] == found.weights["head"] == 2 * c.vocab * c.embed // 4
+    assert found.total == sum(found.weights.values()) + found.inputs + found.temporaries + found.results
+
+
+def test_repeated_heads_take_more():
+    four, eight = (memory(TINY, Degrees(tensor=n), tokens=128).weights for n in (4, 8))
+    kv = 2 * TINY.layers * 2 * TINY.kv_heads * TINY.head_dim * TINY.embed
+    assert eight["attention"] == four["attention"] // 2 + kv // 4 // 2
+
+
+def test_logits_are_the_results_and_the_stream_is_split_over_context():
+    one, two = (memory(TINY, Degrees(context=n), tokens=1024) for n in (1, 2))
+    assert one.results == 2 * 1024 * TINY.vocab and two.results == one.results // 2
+    assert two.temporaries < 0.6 * one.temporaries
+
+
+def test_training_holds_gradients_and_moments_where_the_weights_lie():
+    plain = memory(TINY, Degrees(tensor=4), tokens=256)
+    found = memory(TINY, Degrees(tensor=4), train=True, tokens=256)
+    assert found.weights == plain.weights
+    assert found.moments == pytest.approx(4 * found.parameters, rel=0.01)  # two of 4 bytes for each weight of 2
+    assert found.gradients == pytest.approx(found.parameters, rel=0.01)
+    assert found.temporaries > 2 * plain.temporaries  # what the backward pass reads
+
+
+def test_weights_split_at_rest():
+    model = layout.astype(decoder.declare(TINY), "bfloat16")
+    degrees = layout.with_kv(model, Degrees(data=4))
+    whole = sum(part_bytes(model, degrees, weight_bytes).values())
+    split = sum(part_bytes(layout.split_at_rest(model, "data", degrees), degrees, weight_bytes).values())
+    assert split == pytest.approx(whole / 4, rel=0.01)
+
+
+def test_weights_on_the_host_are_not_the_chip_s():
+    model = layout.keep_on_host(layout.astype(decoder.declare(TINY), "bfloat16"))
+    degrees = layout.with_kv(model, Degrees())
+    left = part_bytes(model, degrees, weight_bytes)
+    assert set(left) == {"embeddings", "head", "norms"}
+
+
+def test_what_a_pass_does_not_read_is_told():
+    found = memory(find_preset("image-vae/flux1-vae")[1], Degrees(), family="image-vae", height=64, width=64)
+    assert 0 < found.unread < found.parameters
+    assert found.program == found.total - found.unread
+
+
+def test_generation_keeps_a_cache():
+    words = ("--mesh", "tensor=4", "--tokens", 1024, "--new-tokens", 32, "--json")
+    (mesh,) = json.loads(invoke("audit", "decoder/qwen3-8b", *words).out)["meshes"]
+    keys = 2 * 36 * (1024 + 32) * 8 * 128 * 2 // 4
+    assert keys <= mesh["generation"]["cache"] <= 1.02 * keys
+    assert mesh["generation"]["decode"] >= mesh["generation"]["cache"]
+    ended = invoke("audit", "wan/wan2.1-t2v-1.3b", "--mesh", "one", "--new-tokens", 32)
+    assert ended.status == 1 and "does not generate text: decoder" in ended.err
+
+
+def test_what_would_fit():
+    ended = invoke("audit", "decoder/llama-3.2-3b", "--chips", "v5e-1", "--batch", 24, "--json")
+    assert ended.status == 1
+    ranking = json.loads(ended.out)["ranking"]
+    found = {remedy["what"]: remedy for remedy in ranking["remedies"]}
+    assert any(what.startswith("v5e-") for what in found) and any("tokens=" in what for what in found)
+    room = ranking["meshes"][0]["room"]
+    assert all(remedy["memory"] <= room for remedy in ranking["remedies"])
+    tokens = next(what for what in found if "tokens=" in what).removeprefix("tokens=")
+    again = invoke("audit", "decoder/llama-3.2-3b", "--chips", "v5e-1", "--batch", 24, "--tokens", tokens)
+    assert again.status == 0, "what is said to fit does"
+
+
+def test_the_best_mesh_wins_for_a_reason():
+    ended = invoke("audit", "decoder/smollm2-1.7b", "--chips", "v5e-4", "--tokens", 512)
+    assert "best: " in ended.out and "longer: " in ended.out and "ms more" in ended.out
+    assert max(map(len, ended.out.splitlines())) <= 100
+
+
+class Page(html.parser.HTMLParser):
+    """Whether every tag is closed in its order, and what a page would fetch."""
+
+    VOID = ("meta", "br", "img", "link", "input", "hr")
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.fetched, self.text = [], [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.fetched += [value for name, value in attrs if name in ("src", "href", "srcset", "action")]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def test_the_page_is_whole_and_fetches_nothing(tmp_path):
+    path = tmp_path / "audit.html"
+    ended = invoke("audit", "decoder/smollm2-1.7b", "--chips", "v5e-4", "--tokens", 512, "--html", path)
+    assert ended.status == 0, ended.err
+    text, page = path.read_text(), Page()
+    page.feed(text)
+    assert page.open == [] and page.fetched == [] and "url(" not in text and "@import" not in text
+    said = " ".join(page.text)
+    for part in ("decoder/smollm2-1.7b", "Memory of a chip", "How the weights lie on the mesh", "Meshes of v5e-4"):
+        assert part in said
+
+
+def test_names_are_escaped_in_the_page():
+    from shardzoo.cli.page import page
+
+    assert "<script>" not in page([], "<script>alert(1)</script>")
+
+
+def presets():
+    for name in family_names():
+        yield from (f"{name}/{preset}" for preset in find_family(name).presets)
+
+
+QUICK = ("clip-text/clip-l", "clip-vision/vit-h-14")
+SLICES = {"v5e-8": 7.5e9, "v5p-16": 1e12}  # the first whose chips have room for the weights
+
+
+@pytest.mark.parametrize(
+    "preset", [pytest.param(one, marks=() if one in QUICK else pytest.mark.slow) for one in presets()]
+)
+def test_ours_is_within_a_tenth_of_the_compiler_s(preset):
+    family, config = find_preset(preset)
+    model = layout.astype(family.declare(config), "bfloat16")
+    size = sum(param.nbytes for param in layout.named(model).values())
+    tensor = next(t for t in (4, 8, 2, 1) if not layout.misfits(model, layout.with_kv(model, Degrees(tensor=t))))
+    chips = next(name for name, room in SLICES.items() if size / tensor < room)
+    words = ("--chips", chips, "--mesh", f"context={8 // tensor},tensor={tensor}", "--compile", "--json")
+    audit = json.loads(invoke("audit", preset, *words).out)
+    ours = audit["ranking"]["meshes"][0]["memory"]["program"]
+    assert ours == pytest.approx(audit["meshes"][0]["compiled"]["total_bytes"], rel=0.1)
