@@ -1,12 +1,12 @@
 """A training run's folder: saves in the background, what is kept, and going on after anything.
 
     with checkpoints.Training("runs/a", declared, optimizer, mesh, every=100, keep=3, best="loss") as run:
-        state = run.restore() or first_state()
-        for step in range(zoo_step(state), steps):
-            state, loss = train_step(state, batches(state.data))
+        state = run.restore() or first_state()  # a `TrainingState`
+        while int(state.step) < steps and not run.stopping:
+            state, loss = train_step(state)
             run.save(state, metrics={"loss": loss})
-            if run.stopping:
-                break
+
+`save` is called at every step by every process: it knows what is due, and it is where SIGTERM is noticed.
 
 The folder holds one checkpoint for each step that was kept, named by its number: a checkpoint as any other of this
 project, so that `restore`, `export`, `verify` and `generate` take it for its weights. A step has its name only when all
@@ -174,10 +174,14 @@ class Training:
         if error is None:
             self.close()
             return
-        if isinstance(error, JaxRuntimeError):
-            self._name_who_is_gone(error)
-        with contextlib.suppress(Exception):  # the caller has the first failure
-            self.close()
+        try:
+            if isinstance(error, JaxRuntimeError):
+                self._name_who_is_gone(error)
+            if not isinstance(error, distributed.ProcessTimeout):  # else the save under way cannot end
+                with contextlib.suppress(Exception):  # the caller has the first failure
+                    self.close()
+        finally:
+            self._let_go()
 
     def _name_who_is_gone(self, error: JaxRuntimeError) -> None:
         """A collective that failed does not say whose fault it was: whoever does not answer now is gone.
@@ -224,7 +228,9 @@ class Training:
         """The steps that are there, finished, in order."""
         return finished_steps(self.folder)
 
-    def restore(self, step: int | None = None, *, changes: Iterable[str] = (), budget: int = BUDGET) -> Any:
+    def restore(
+        self, step: int | None = None, *, changes: Iterable[str] = (), budget: int = BUDGET
+    ) -> TrainingState | None:
         """The state of a step on this run's mesh, the last one if None; None where there is no step at all.
 
         Each process reads the bytes that its devices hold, whatever the mesh, the processes and the splits at rest that

@@ -128,7 +128,7 @@ def saved(run, folder, steps, **options):
         training.restore()
         for step, loss in steps:
             training.save(dataclasses.replace(state, step=jnp.int32(step)), metrics={"loss": loss})
-    return checkpoints.Training.steps.fget(training)
+    return training.steps
 
 
 def test_the_last_and_the_best_are_kept(tmp_path, one_device):

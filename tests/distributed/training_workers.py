@@ -88,20 +88,20 @@ def live(folder, degrees, fsdp, steps, log, process, processes, port, devices, p
 
 
 def dies(folder, degrees, process, timeout, how):
-    """One process dies or hangs in the middle of a run; what the others end with, and after how long."""
+    """One process dies or hangs in the middle of a run; what the others end with, and how long after."""
     run = toy.Run(degrees)
-    state, _, _ = run.go(run.first(), 1)
-    begin = time.monotonic()
+    state, begin, training = run.first(), time.monotonic(), None
     try:
         with run.training(folder, timeout=timeout) as training:
-            for turn in range(50):
-                if turn == 3 and jax.process_index() == process:
+            for turn in range(10):
+                gone = turn == 3 and jax.process_index() == process
+                if gone and how == "dies":
                     training.wait()
-                    if how == "dies":
-                        os.kill(os.getpid(), 9)
-                    time.sleep(3 * timeout)
+                    os.kill(os.getpid(), 9)
                 begin = time.monotonic() if turn <= 3 else begin
                 state, _, _ = run.go(state, 1)
+                if gone:
+                    time.sleep(4 * timeout)
                 training.save(state)
     except Exception as error:
         return [type(error).__name__, str(error), time.monotonic() - begin, training.steps]
