@@ -7,10 +7,12 @@ Weights and moments are in float32 on both sides; bfloat16 is `dtype="bfloat16"`
 PyTorch's fused one. Each side is a process of its own; their runs alternate. The figures are medians, and the ratio is
 ours / theirs (below 1: we are faster).
 
-`fsdp` compares the same step on 8 CPU devices along `data`: weights and optimizer state split over them, against whole.
+`fsdp` compares the same step of fewer layers on 8 CPU devices along `data`: weights and optimizer state split over
+them, against whole.
 """
 
 import argparse
+import dataclasses
 import os
 import sys
 
@@ -20,6 +22,7 @@ import numpy as np
 from side_by_side import medians, serve
 
 RATE, DECAY, CLIP = 1e-4, 0.01, 1.0
+FSDP_LAYERS = 4  # whole weights, moments and gradients lie in the memory of one machine eight times
 
 
 def ours(args: argparse.Namespace):
@@ -29,7 +32,7 @@ def ours(args: argparse.Namespace):
     from shardzoo import zoo
     from shardzoo.zoo import decoder, layout, losses, optimizer_state, training
 
-    _, config = zoo.find_preset(f"decoder/{args.preset}")
+    config = config_of(args)
     degrees = zoo.Degrees(data=args.data)
     declared, mesh = decoder.declare(config), zoo.make_mesh(data=args.data)
     declared = layout.split_at_rest(declared, "data", degrees) if args.split else declared
@@ -61,9 +64,7 @@ def theirs(args: argparse.Namespace):
     import torch
     import transformers
 
-    from shardzoo import zoo
-
-    _, config = zoo.find_preset(f"decoder/{args.preset}")
+    config = config_of(args)
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     sizes = transformers.LlamaConfig(
         vocab_size=config.vocab, hidden_size=config.embed, intermediate_size=config.mlp,
@@ -87,6 +88,13 @@ def theirs(args: argparse.Namespace):
     return call
 
 
+def config_of(args: argparse.Namespace):
+    from shardzoo import zoo
+
+    _, config = zoo.find_preset(f"decoder/{args.preset}")
+    return dataclasses.replace(config, layers=args.layers or config.layers)
+
+
 def batch(config, args: argparse.Namespace) -> np.ndarray:
     return np.random.default_rng(0).integers(0, config.vocab, (args.batch, args.length))
 
@@ -94,7 +102,7 @@ def batch(config, args: argparse.Namespace) -> np.ndarray:
 def command(args: argparse.Namespace, side: str, dtype: str, data: int = 1) -> list[str]:
     """The program of one side."""
     given = {"preset": args.preset, "dtype": dtype, "batch": args.batch, "length": args.length, "data": data}
-    given |= {"remat": args.remat} if args.remat else {}
+    given |= {name: getattr(args, name) for name in ("remat", "layers") if getattr(args, name)}
     words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
     return [sys.executable, __file__, *words, "--side", side]
 
@@ -106,6 +114,7 @@ def main() -> None:
     parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=128)
+    parser.add_argument("--layers", type=int, help="fewer than the preset has")
     parser.add_argument("--remat", help="of our side, a name in zoo/remat.py")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--data", type=int, default=1, help=argparse.SUPPRESS)
@@ -120,7 +129,8 @@ def main() -> None:
         compare(args, dtype, {side: command(args, side, dtype) for side in ("ours", "theirs")})
     if "fsdp" in args.what:
         os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
-        args.batch = max(8, args.batch)
+        args.batch, args.layers = max(8, args.batch), args.layers or FSDP_LAYERS
+        print(f"8 devices along data, {args.batch} x {args.length} tokens, {args.layers} layers")
         sides = {"split over data": "split", "whole": "whole"}
         compare(args, "float32", {name: command(args, side, "float32", data=8) for name, side in sides.items()})
 
