@@ -53,7 +53,7 @@ def check_goes_on(run, folder, reference, steps=STEPS):
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [(toy.MESHES[0], toy.MESHES[19]), (toy.MESHES[19], toy.MESHES[1]), (toy.MESHES[21], toy.MESHES[20])],
+    [(toy.MESHES[0], toy.MESHES[19]), (toy.MESHES[21], toy.MESHES[0])],
     ids=str,
 )
 def test_a_run_goes_on_on_another_mesh(tmp_path, reference, before, after):
@@ -253,7 +253,8 @@ def test_changes_are_made_on_request(folder, one_device):
 
 def test_parameters_that_are_trained_anew_begin_with_first_moments(tmp_path):
     part = toy.Run({"data": 2, "tensor": 2}, True, trainable="blocks.*")
-    state, _, _ = part.go(part.first(), 2)
+    state = part.first()
+    state = dataclasses.replace(state, opt_state=jax.tree.map(lambda a: a + 1, state.opt_state))
     assert "embed" not in named(part.declared_state)
     with part.training(tmp_path) as training:
         training.save(state)
@@ -264,8 +265,8 @@ def test_parameters_that_are_trained_anew_begin_with_first_moments(tmp_path):
             training.restore()
         found = training.restore(changes=["trainable"])
     np.testing.assert_array_equal(found.opt_state[1][0].mu.blocks.up, same.opt_state[1][0].mu.blocks.up)
-    assert not np.any(np.asarray(found.opt_state[1][0].nu.embed))
-    whole.go(found, 1)
+    np.testing.assert_array_equal(found.opt_state[1][0].mu.blocks.up, 1)
+    assert not np.any(np.asarray(found.opt_state[1][0].nu.embed)) and np.all(np.isfinite(found.model.embed))
 
 
 def test_a_step_is_a_checkpoint_like_any_other(folder, one_device):
