@@ -39,6 +39,7 @@ _MADE = frozenset(
     )
 )  # fmt: skip
 # What reads its operands out of memory: they are made before it.
+_SHAPES = frozenset((ALIAS, "reshape", "squeeze", "expand_dims", "pvary", "pcast"))
 _READS = _MADE - {"gather", "cumsum", "argmax", "argmin", "dynamic_update_slice"}
 LANES, SUBLANES = 128, 8  # of a TPU's tile of 32-bit numbers
 
@@ -107,6 +108,7 @@ class _Program:
         self.roots: dict[int, frozenset[int]] = {id(v): frozenset([id(v)]) for v in given}
         self.values: dict[int, Value] = {id(v): v for v in given}
         self.made: set[int] = set()
+        self.final: dict[tuple[int, frozenset[str]], list[Step]] = {}
         self._decide()
 
     def size(self, value: Value) -> float:
@@ -157,7 +159,7 @@ class _Program:
         repetition, for what reads memory, or for a change of its last dim."""
         direct = self.readers.get(id(value), [])
         if step.name in ("slice", "dynamic_slice") and any(
-            r.name == "pallas_call" for r in self._through_shapes(value)
+            r.name == "pallas_call" for r in self._final_readers(value, _SHAPES)
         ):
             return True
         grown = self.size(value) > 1.01 * source
@@ -166,20 +168,16 @@ class _Program:
             for r in direct
         )
 
-    def _through_shapes(self, value: Value) -> list[Step]:
-        """What reads it, through changes of shape alone."""
-        found: list[Step] = []
-        for reader in self.readers.get(id(value), ()):
-            same = reader.name in ("reshape", "squeeze", "expand_dims", "pvary", "pcast", ALIAS)
-            found += self._through_shapes(reader.outputs[0]) if same else [reader]
-        return found
-
-    def _final_readers(self, value: Value) -> list[Step]:
-        """What reads it, through views."""
-        found: list[Step] = []
-        for reader in self.readers.get(id(value), ()):
-            found += self._final_readers(reader.outputs[0]) if reader.name in VIEWS else [reader]
-        return found
+    def _final_readers(self, value: Value, through: frozenset[str] = VIEWS) -> list[Step]:
+        """What reads it, through views (or those of them that are named); each step once."""
+        key = id(value), through
+        if key not in self.final:
+            found: dict[int, Step] = {}
+            for reader in self.readers.get(id(value), ()):
+                later = self._final_readers(reader.outputs[0], through) if reader.name in through else [reader]
+                found.update((id(step), step) for step in later)
+            self.final[key] = list(found.values())
+        return self.final[key]
 
     def run(self, free: Iterable[int] = ()) -> _Moment:
         """The worst moment; inputs at the places `free` end where they are last read, which makes room."""
@@ -188,21 +186,22 @@ class _Program:
         for value, at in self._last_reads().items():
             ends[at].append(value)
         alive: dict[int, float] = {}
-        total, worst = 0.0, _Moment()
+        total = largest = 0.0
+        worst: tuple = ()
         for at, step in enumerate(self.steps):
             made = [v for v in step.outputs if id(v) in self.made]
             dying = [v for v in ends[at] if v in alive or v in loose]
             fresh = sum(self.size(v) for v in made)
             inner = self._inside(step)
             now = total + fresh - min(fresh, self._reusable(step, dying)) + inner.size
-            if now > worst.size:
-                worst = self._moment(step, alive, made, now, inner)
+            if now > largest:
+                largest, worst = now, (step, dict(alive), made, now, inner)
             alive.update((id(v), self.size(v)) for v in made)
             total += fresh
             for v in dying:
                 total -= alive.pop(v, self.size(self.values[v]))
                 loose.discard(v)
-        return worst
+        return self._moment(*worst) if worst else _Moment()
 
     def _reusable(self, step: Step, dying: Sequence[int]) -> float:
         """Bytes of values that die here whose place what is made may take."""

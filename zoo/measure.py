@@ -271,14 +271,14 @@ def length(spans: Sequence[Span]) -> float:
 
 def _own_devices(events: Sequence[Event], steps: int) -> list[Device]:
     found = []
-    for device in sorted({event.device for event in events}):
+    for place, device in enumerate(sorted({event.device for event in events})):
         mine = [event for event in events if event.device == device]
         busy = length(union((e.begin, e.end) for e in mine))
         together = length(union((e.begin, e.end) for e in mine if e.kind))
         computing = length(union((e.begin, e.end) for e in mine if not e.kind))
         one = Device(
             process=jax.process_index(),
-            device=device,
+            device=place,
             busy=busy / steps,
             collectives=together / steps,
             exposed=(busy - computing) / steps,

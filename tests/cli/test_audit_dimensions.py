@@ -149,6 +149,7 @@ def configs(draw):
 meshes = st.builds(
     Degrees,
     data=st.sampled_from((1, 2)),
+    pipe=st.sampled_from((1, 1, 2, 3)),
     context=st.sampled_from((1, 2, 3)),
     tensor=st.sampled_from((1, 2, 3, 4, 6, 8)),
 ).filter(lambda degrees: degrees.devices <= 8)
@@ -172,7 +173,7 @@ def test_what_the_audit_says_is_what_jax_does(config, given, batch, tokens):
 
 def _accept(model, degrees, sizes):
     devices = jax.devices()[: degrees.devices]
-    split = {name: getattr(degrees, name) for name in ("data", "context", "tensor", "kv_heads")}
+    split = {name: getattr(degrees, name) for name in ("data", "pipe", "context", "tensor", "kv_heads")}
     mesh = make_mesh(**split, devices=devices)
     function, arguments = find_family("decoder").trace(model, mesh, sizes)
     jax.eval_shape(function, layout.abstract(model, mesh), *arguments)
