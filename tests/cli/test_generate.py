@@ -54,7 +54,7 @@ def test_a_system_message_comes_first(checkpoint):
     assert reply["prompt_tokens"] == len(ids("<user> word5 <user> word3 <reply>"))
 
 
-@pytest.mark.parametrize("mesh", ["context=2,tensor=4", "data=2,context=2"])
+@pytest.mark.parametrize("mesh", ["context=2,tensor=4", "data=2,context=2", "pipe=2,tensor=2"])
 def test_any_mesh_gives_the_same_replies(mesh, checkpoint):
     prompts = ("--prompt", "word3 word4 word5", "--prompt", "word9")
     assert replies(checkpoint, *prompts, "--mesh", mesh) == replies(checkpoint, *prompts)
@@ -84,7 +84,7 @@ def test_text_is_all_that_standard_output_has(checkpoint):
     [
         (("--mesh", "tensor=3"), ("heads=4 does not divide by 3", "kv_heads=2", "tensor degrees that fit: 1, 2, 4")),
         (("--mesh", "context=16"), ("needs 16 devices", "has 8")),
-        (("--mesh", "pipe=2"), ("pipe=2",)),
+        (("--mesh", "pipe=4"), ("layer=2 does not divide by 4",)),
         (("--max-new-tokens", "1000"), ("max_new_tokens=1000", "max_positions=128")),
         (("--dtype", "float8_e4m3fn"), ("float8_e4m3fn is for storage",)),
         (("--top-p", "0"), ("top_p=0.0 is not in (0, 1]",)),
