@@ -176,7 +176,12 @@ class _Judged:
             if ranking.fits:
                 return ranking
             attempt = remedies.Attempt(
-                family=family, declared=self.declared, where=where, sizes=self.ahead.sizes, **self._passing
+                family=family,
+                declared=self.declared,
+                where=where,
+                sizes=self.ahead.sizes,
+                at_rest=self.ahead.at_rest,
+                **self._passing,
             )
             nearest = None if ranking.best is None else ranking.best.degrees
             return dataclasses.replace(ranking, remedies=remedies.remedies(attempt, nearest))

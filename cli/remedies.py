@@ -4,11 +4,13 @@ Each is tried by the same arithmetic as the meshes that did not fit, and only wh
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from typing import Any
 
 from shardzoo.cli.audit import judge
 from shardzoo.cli.chips import Slice
+from shardzoo.cli.memory import MOMENTS, part_bytes, weight_bytes
 from shardzoo.cli.prediction import Prediction, Remedy, meshes_of, predict
 from shardzoo.zoo import layout, quantize
 from shardzoo.zoo.families import Family, TraceSizes
@@ -16,7 +18,7 @@ from shardzoo.zoo.mesh import Degrees
 
 MORE = (2, 4, 8, 16)  # times the chips
 SMALLER = (2, 4, 8)  # parts of a length
-MESHES = 2  # that are tried of a larger slice: those with the least weights on a device
+MESHES = 1  # that are tried of a larger slice: those with the least weights on a device
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,14 +31,28 @@ class Attempt:
     sizes: TraceSizes
     train: bool
     remat: str | bool = False
+    at_rest: str | None = None
+
+    def lying(self, degrees: Degrees) -> Any:
+        """The declaration as it lies on a mesh."""
+        return self.declared if self.at_rest is None else layout.split_at_rest(self.declared, self.at_rest, degrees)
+
+    def least(self, degrees: Degrees) -> int:
+        """Bytes of a chip without the pass itself: weights and, when training, their gradients and moments."""
+        declared = self.lying(degrees)
+        weights = sum(part_bytes(declared, degrees, weight_bytes).values())
+        moments = sum(part_bytes(declared, degrees, lambda _, shape: MOMENTS * math.prod(shape)).values())
+        return 2 * weights + moments if self.train else weights
 
     def on(self, degrees: Degrees, **change: Any) -> Prediction | None:
-        """The prediction on a mesh, with some of this changed; None where the dims do not allow it."""
+        """The prediction on a mesh, some of this changed; None where dims do not allow it, or weights have no room."""
         one = dataclasses.replace(self, **change)
         verdict = judge(one.declared, degrees)
-        if not verdict.fits:
+        if not verdict.fits or one.least(verdict.degrees) > one.where.chip.device.usable:
             return None
-        return predict(one.family, one.declared, verdict, one.where, one.sizes, train=one.train, remat=one.remat)
+        declared = one.lying(verdict.degrees)
+        verdict = judge(declared, degrees)
+        return predict(one.family, declared, verdict, one.where, one.sizes, train=one.train, remat=one.remat)
 
 
 def remedies(attempt: Attempt, nearest: Degrees | None) -> tuple[Remedy, ...]:

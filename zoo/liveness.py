@@ -27,7 +27,7 @@ import jax
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from shardzoo.zoo.program import ALIAS, CAST, PRODUCTS, VIEWS, Program, Step, Value
+from shardzoo.zoo.program import ALIAS, CAST, PRODUCTS, VIEWS, Program, Step, Value, count
 
 # What is made in memory of its own, whoever reads it.
 _MADE = frozenset(
@@ -147,23 +147,25 @@ class _Program:
             return False
         readers = self._final_readers(value)
         if step.name in VIEWS and len(roots) == 1:
-            return self._copied(step, value, sum((self.size(self.values[r]) for r in roots), 0.0))
+            return self._copied(step, value, sum(count(self.values[r].aval) for r in roots))
         if id(value) in results or any(r.name in _READS for r in readers):
             return not (step.name == CAST and all(r.name in PRODUCTS for r in readers))
         if len(readers) < 2:
             return False
         return self.size(value) <= sum(self.size(self.values[r]) for r in roots if r not in self.fixed)
 
-    def _copied(self, step: Step, value: Value, source: float) -> bool:
-        """Whether a view is made: a part of an array for a kernel, which reads whole arrays; one that has grown by
-        repetition, for what reads memory, or for a change of its last dim."""
+    def _copied(self, step: Step, value: Value, source: int) -> bool:
+        """Whether a view of so many numbers is made.
+
+        A part of them is for a kernel, which reads whole arrays; more than them, by repetition, for what reads memory,
+        and for a change of the last dim.
+        """
         direct = self.readers.get(id(value), [])
         if step.name in ("slice", "dynamic_slice") and any(
             r.name == "pallas_call" for r in self._final_readers(value, _SHAPES)
         ):
             return True
-        grown = self.size(value) > 1.01 * source
-        return grown and any(
+        return count(value.aval) > source and any(
             r.name in _READS or (r.name == "reshape" and r.outputs[0].aval.shape[-1:] != value.aval.shape[-1:])
             for r in direct
         )
