@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Int, jaxtyped
 
 from shardzoo.errors import InputError, fail_if
 from shardzoo.kernels.flash_attention.options import varying_like
-from shardzoo.zoo import layout, pipeline
+from shardzoo.zoo import layout, pipeline, pipeline_gradients
 from shardzoo.zoo.attention import attention
 from shardzoo.zoo.decoder_model import Block, Config, Decoder, by_window
 from shardzoo.zoo.families import Family, TraceSizes, register
@@ -111,10 +111,7 @@ def forward(
     Raises:
         InputError: the mesh does not fit the declaration; an unknown residual; hidden states that do not exist.
     """
-    layout.audit(declared, mesh)
-    pipeline.check_microbatches("decoder.forward", microbatches)
-    check_residual("decoder.forward", residual)
-    check_remat("decoder.forward", remat)
+    _check("decoder.forward", declared, mesh, residual, remat, microbatches)
     states = tuple(range(declared.config.layers + 1)) if hidden_states is True else hidden_states or None
     _check_states("decoder.forward", declared.config, states, logits)
     run = Run(
@@ -129,7 +126,7 @@ def forward(
     out_specs = (P(DATA, CONTEXT, VOCAB) if logits else None, None if states is None else P(None, *stream))
     sequence = {name: P(DATA, CONTEXT) for name in ("tokens", "mask", "positions", "places")}
     split = {**sequence, "lengths": P(DATA), "features": P()}
-    seq_ways = mesh.shape[CONTEXT] * (1 if residual == "whole" else mesh.shape[TP[0]] * mesh.shape[TP[1]])
+    seq_ways = _seq_ways(mesh, residual)
 
     @jaxtyped(typechecker=beartype)
     def f(
@@ -162,6 +159,105 @@ def forward(
         return out if hidden is None else hidden if out is None else (out, hidden)
 
     return f
+
+
+@runtime_checkable
+class LossAndGrad(Protocol):
+    """See `loss_and_grad`."""
+
+    def __call__(
+        self,
+        model: Decoder,
+        tokens: Int[Host, "batch seq"],
+        labels: Int[Host, "batch seq"],
+        counts: Bool[Host, "batch seq"] | None = None,
+        *,
+        lengths: Int[Host, " batch"] | None = None,
+        mask: Bool[Host, "batch seq"] | None = None,
+        positions: Int[Host, "batch seq *axes"] | None = None,
+        features: Float[Host, "rows embed"] | None = None,
+        places: Int[Host, "batch seq"] | None = None,
+    ) -> tuple[Float[Array, ""], Decoder]: ...
+
+
+def loss_and_grad(
+    declared: Decoder,
+    mesh: Mesh | AbstractMesh,
+    *,
+    loss: pipeline_gradients.Loss = pipeline_gradients.token_loss,
+    residual: Residual = "whole",
+    remat: Remat = False,
+    dtype: Any = None,
+    microbatches: int | None = None,
+) -> LossAndGrad:
+    """The pure function `f(model, tokens, labels, counts, ...)`: loss and gradient by "1f1b", to be jitted.
+
+    The same numbers as the gradient of `losses.cross_entropy(forward(...), labels, counts)`, the mean over the labels
+    that count, in less memory where layers are split over `pipe` or rows cut into microbatches. The gradient is that
+    of the model's weights, split like them; the layers run in rounds if `declared` is `pipeline.interleaved`.
+
+    Args:
+        loss: `(logits, labels, weights) -> number` of one microbatch on one device, inside of the `shard_map`: logits
+            are split over VOCAB, the weights of all labels that count are 1 / their number. Losses of all microbatches
+            and devices are summed.
+        residual, remat, dtype, microbatches: as in `forward`. Layers are computed again in any case; `remat` says what
+            is kept for one microbatch in one stage.
+
+    Raises:
+        InputError: as `forward`; quantized weights.
+    """
+    _check("decoder.loss_and_grad", declared, mesh, residual, remat, microbatches)
+    run = Run(residual=residual, remat=remat, dtype=None if dtype is None else jnp.dtype(dtype))
+    parts = pipeline_gradients.Parts(
+        stacks=("blocks",),
+        enter=functools.partial(enter, run=run),
+        stage=lambda blocks, *given: stage(blocks["blocks"], *given, declared=declared, run=run),
+        leave=lambda model, x: model.logits(model.norm(x), residual),
+    )
+    step = pipeline_gradients.loss_and_grad(
+        "decoder.loss_and_grad",
+        parts,
+        declared,
+        mesh,
+        loss=loss,
+        vocab=declared.config.vocab,
+        seq_ways=_seq_ways(mesh, residual),
+        microbatches=microbatches,
+    )
+
+    @jaxtyped(typechecker=beartype)
+    def f(
+        model: Decoder,
+        tokens: Int[Host, "batch seq"],
+        labels: Int[Host, "batch seq"],
+        counts: Bool[Host, "batch seq"] | None = None,
+        *,
+        lengths: Int[Host, " batch"] | None = None,
+        mask: Bool[Host, "batch seq"] | None = None,
+        positions: Int[Host, "batch seq *axes"] | None = None,
+        features: Float[Host, "rows embed"] | None = None,
+        places: Int[Host, "batch seq"] | None = None,
+    ) -> tuple[Float[Array, ""], Decoder]:
+        problems = _problems(declared.config, lengths, mask, positions, features, places)
+        fail_if(problems, "decoder.loss_and_grad")
+        given = {"lengths": lengths, "mask": mask, "positions": positions, "places": places}
+        return step(model, tokens, labels, counts, features, **given)
+
+    return f
+
+
+def _check(
+    what: str, declared: Decoder, mesh: Mesh | AbstractMesh, residual: str, remat: Remat, microbatches: int | None
+) -> None:
+    layout.audit(declared, mesh)
+    pipeline.check_microbatches(what, microbatches)
+    check_residual(what, residual)
+    check_remat(what, remat)
+
+
+def _seq_ways(mesh: Mesh | AbstractMesh, residual: Residual) -> int:
+    """What the sequence must divide by."""
+    return mesh.shape[CONTEXT] * (1 if residual == "whole" else mesh.shape[TP[0]] * mesh.shape[TP[1]])
 
 
 def _problems(config: Config, lengths, mask, positions, features, places) -> Iterator[str]:
@@ -446,9 +542,9 @@ PRESETS = {
 }  # fmt: skip
 
 
-def trace(declared: Decoder, mesh: Mesh | AbstractMesh, sizes: TraceSizes) -> tuple[Callable, tuple]:
+def trace(declared: Decoder, mesh: Mesh | AbstractMesh, sizes: TraceSizes, **run: Any) -> tuple[Callable, tuple]:
     """Logits of whole sequences, as `Family.trace` says."""
-    return forward(declared, mesh), (jax.ShapeDtypeStruct((sizes.batch, sizes.tokens), jnp.int32),)
+    return forward(declared, mesh, **run), (jax.ShapeDtypeStruct((sizes.batch, sizes.tokens), jnp.int32),)
 
 
 register(

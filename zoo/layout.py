@@ -207,6 +207,13 @@ def keep_on_host(declared: Tree, *, smallest: int = 2**16) -> Tree:
     return _each(declared, one)
 
 
+def on_device(live: Tree, declared: Tree) -> Tree:
+    """The leaves with those that are declared in host memory on the device."""
+    return jax.tree.map(
+        lambda p, x: jax.device_put(x, jax.memory.Space.Device) if p.memory == "host" else x, declared, live
+    )
+
+
 def gather_at_rest(live: Tree, declared: Tree, *, to: str = "varying") -> Tree:
     """The leaves as their layers use them: on the device, all-gathered over the axes that only split them at rest.
 
@@ -215,13 +222,12 @@ def gather_at_rest(live: Tree, declared: Tree, *, to: str = "varying") -> Tree:
     """
 
     def one(param: Param, value: Array) -> Array:
-        value = jax.device_put(value, jax.memory.Space.Device) if param.memory == "host" else value
         names = param.names[param.ndim - value.ndim :]
         for dim, axis in param.rest.items():
             value = lax.all_gather(value, axis, axis=names.index(dim), tiled=True, to=to)
         return value
 
-    return jax.tree.map(one, declared, live)
+    return jax.tree.map(one, declared, on_device(live, declared))
 
 
 def gather_parts(live: Tree, declared: Tree, parts: Iterable[str], *, to: str = "varying") -> Tree:
@@ -262,7 +268,7 @@ def misfits(declared: Any, degrees: Degrees) -> list[str]:
                 found.setdefault((dim, param.size(dim), axes, ways), []).append(path)
     lines = [
         f"{_some(paths)}: {dim}={size} does not divide by {ways} ({_product(axes, degrees)})"
-        + (": stages hold equally many layers" if axes == (PIPE,) else "")
+        + (f": use pipe={', '.join(map(str, pipe_degrees(declared)))}" if axes == (PIPE,) else "")
         for (dim, size, axes, ways), paths in found.items()
     ]
     if degrees.pipe > 1 and not any(PIPE in p.axes(dim) for p in named(declared).values() for dim in p.names):
@@ -295,14 +301,15 @@ def _product(axes: Iterable[str], degrees: Degrees) -> str:
 def fitting(declared: Any, degrees: Degrees) -> tuple[list[int], list[Degrees]]:
     """What would fit instead: tensor degrees up to twice the one given (16 to 256), and meshes of as many devices.
 
-    The meshes keep `pipe` (or 1 if it does not fit) and come with the nearest tensor degree first.
+    The meshes keep `pipe`, or have the nearest one below that fits, and come with the nearest tensor degree first.
     """
     limit = min(max(16, 2 * degrees.tensor), 256)
 
     def fits(**change: int) -> bool:
         return not misfits(declared, with_kv(declared, dataclasses.replace(degrees, **change)))
 
-    pipe = degrees.pipe if fits(tensor=1) else 1
+    stages = [n for n in pipe_degrees(declared) if n <= degrees.pipe and degrees.devices % (n * degrees.data) == 0]
+    pipe = next((n for n in reversed(stages) if fits(tensor=1, pipe=n)), 1)
     tensors = [t for t in range(1, limit + 1) if fits(tensor=t, pipe=pipe)]
     near = sorted(tensors, key=lambda t: (abs(t - degrees.tensor), t))
     rest = {t: degrees.devices // (t * pipe * degrees.data) for t in near}
@@ -314,12 +321,11 @@ def fitting(declared: Any, degrees: Degrees) -> tuple[list[int], list[Degrees]]:
     return tensors, meshes
 
 
-def pipe_degrees(declared: Any, degrees: Degrees) -> list[int]:
-    """Degrees of `pipe` that fit, the others as given: those that divide every stack of layers."""
+def pipe_degrees(declared: Any) -> list[int]:
+    """Degrees of `pipe` whose stages hold equally many layers of every stack."""
     stacks = [p.size(dim) for p in named(declared).values() for dim in p.names if p.axes(dim) == (PIPE,)]
     common = math.gcd(*stacks) if stacks else 1
-    divisors = [n for n in range(1, common + 1) if common % n == 0]
-    return [n for n in divisors if not misfits(declared, with_kv(declared, dataclasses.replace(degrees, pipe=n)))]
+    return [n for n in range(1, common + 1) if common % n == 0]
 
 
 def audit(declared: Any, mesh: Degrees | Mesh | AbstractMesh) -> None:
@@ -337,7 +343,5 @@ def audit(declared: Any, mesh: Degrees | Mesh | AbstractMesh) -> None:
         return
     tensors, meshes = fitting(declared, given)
     hint = f"tensor degrees that fit: {', '.join(map(str, tensors))}"
-    pipes = pipe_degrees(declared, given) if given.pipe > 1 else []
-    hint += f"; pipe degrees that fit: {', '.join(map(str, pipes))}" if pipes else ""
     hint += "; meshes of the same number of devices: " + " or ".join(f"({m})" for m in meshes[:3]) if meshes else ""
     raise InputError("\n  ".join([f"mesh ({given}) does not fit this model:", *problems, hint]))

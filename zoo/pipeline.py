@@ -133,51 +133,51 @@ def through(
     plan = schedule(stages, microbatches, rounds)
     # Weights that are equal on devices with other rows get their gradients summed once, not at every tick.
     blocks = varying_over(blocks, manual_axes(x))
-    x, rows = _cut(x, microbatches), jax.tree.map(lambda a: _cut(a, microbatches), rows)
+    x, rows = cut(x, microbatches), jax.tree.map(lambda a: cut(a, microbatches), rows)
     entering = x[np.maximum(plan.forward.microbatch[:, 0], 0)]
 
     def tick(arrived: Array, inputs: tuple[Work, Array]) -> tuple[Array, tuple[Array, Any]]:
-        at, own = _of_stage(inputs[0]), inputs[1]
+        at, own = of_stage(inputs[0]), inputs[1]
         fed = jnp.where((me == 0) & (at.round == 0), own, arrived)
-        chunk, first = _chunk(blocks, at.round, rounds)
-        y, kept = stage(chunk, fed, _pick(rows, at.microbatch), first)
-        return _send(y, rounds), (y, kept)
+        chunk, first = chunk_of(blocks, at.round, rounds)
+        y, kept = stage(chunk, fed, pick(rows, at.microbatch), first)
+        return send(y, rounds), (y, kept)
 
-    _, (y, kept) = lax.scan(tick, _nothing(x[0]), (Work(*map(jnp.asarray, plan.forward)), entering))
+    _, (y, kept) = lax.scan(tick, zeros(x[0]), (Work(*map(jnp.asarray, plan.forward)), entering))
     done = _ticks_of(plan)
-    y = _on_all(y[done[-1, -1]])
+    y = on_all(y[done[-1, -1]])
     kept = lax.psum(jax.tree.map(lambda a: _joined(a[jnp.asarray(done)[:, me]]), kept), PIPE)
     return y.reshape(-1, *y.shape[2:]), kept
 
 
-def _nothing(x: Array) -> Array:
+def zeros(x: Array) -> Array:
     """Zeros of the same type."""
     return varying_like(jnp.zeros(x.shape, x.dtype), x)
 
 
-def _cut(x: Array, microbatches: int) -> Array:
+def cut(x: Array, microbatches: int) -> Array:
     """[batch, ...] -> [microbatch, row, ...]."""
     return x.reshape(microbatches, -1, *x.shape[1:])
 
 
-def _pick(tree: Tree, index: Array) -> Tree:
+def pick(tree: Tree, index: Array) -> Tree:
     """Element `index` of the first dim; an idle stage's -1 gives the first one."""
     return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, jnp.maximum(index, 0), keepdims=False), tree)
 
 
-def _of_stage(work: Work) -> Work:
+def of_stage(work: Work) -> Work:
     """This stage's part of a tick."""
     return Work(*(column[lax.axis_index(PIPE)] for column in work))
 
 
-def _chunk(blocks: Tree, turn: Array, rounds: int) -> tuple[Tree, Array]:
+def chunk_of(blocks: Tree, turn: Array, rounds: int) -> tuple[Tree, Array]:
     """The weights of this stage's chunk of a round, and the number of its first layer in its model."""
-    chunk = _pick(blocks, turn) if rounds > 1 else blocks
+    chunk = pick(blocks, turn) if rounds > 1 else blocks
     layers = jax.tree.leaves(chunk)[0].shape[0]
     return chunk, (jnp.maximum(turn, 0) * lax.axis_size(PIPE) + lax.axis_index(PIPE)) * layers
 
 
-def _send(x: Array, rounds: int, *, back: bool = False) -> Array:
+def send(x: Array, rounds: int, *, back: bool = False) -> Array:
     """x on the next stage, or on the one before: one collective-permute. With rounds the last sends to the first."""
     stages = lax.axis_size(PIPE)
     if stages == 1:
@@ -186,7 +186,7 @@ def _send(x: Array, rounds: int, *, back: bool = False) -> Array:
     return lax.ppermute(x, PIPE, [pair[::-1] for pair in pairs] if back else pairs)
 
 
-def _on_all(x: Array) -> Array:
+def on_all(x: Array) -> Array:
     """What the last stage has, on all of them: one all-reduce over `pipe`."""
     stages = lax.axis_size(PIPE)
     return lax.psum(x if stages == 1 else jnp.where(lax.axis_index(PIPE) == stages - 1, x, 0), PIPE)
@@ -226,7 +226,7 @@ def relay(
     def tick(carry: tuple[Array, Tree], at: Array) -> tuple[tuple[Array, Tree], None]:
         x, state = carry
         x, state = run(x, state, at == me)
-        return (_send(x, rounds=2), state), None
+        return (send(x, rounds=2), state), None
 
     (x, state), _ = lax.scan(tick, (x, state), jnp.arange(stages))
     return lax.psum(jnp.where(me == 0, x, 0), PIPE), state  # the last stage has sent it to the first

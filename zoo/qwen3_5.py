@@ -25,7 +25,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Bool, Float, Int, jaxtyped
 
 from shardzoo.errors import fail_if
-from shardzoo.zoo import delta_net, layout, pipeline
+from shardzoo.zoo import delta_net, layout, pipeline, pipeline_gradients
 from shardzoo.zoo.attention import attention
 from shardzoo.zoo.decoder import Host, pad, sequence_positions
 from shardzoo.zoo.decoder_model import Mlp
@@ -340,14 +340,11 @@ def forward(
     Raises:
         InputError: the mesh does not fit the declaration; an unknown residual.
     """
-    layout.audit(declared, mesh)
-    pipeline.check_microbatches("qwen3_5.forward", microbatches)
-    check_residual("qwen3_5.forward", residual)
-    check_remat("qwen3_5.forward", remat)
+    _check("qwen3_5.forward", declared, mesh, residual, remat, microbatches)
     run = Run(residual=residual, remat=remat, dtype=None if dtype is None else jnp.dtype(dtype))
     sequence = {name: P(DATA, CONTEXT) for name in ("tokens", "mask", "positions", "places")}
     split = {**sequence, "lengths": P(DATA), "features": P()}
-    seq_ways = mesh.shape[CONTEXT] * (1 if residual == "whole" else mesh.shape[TP[0]] * mesh.shape[TP[1]])
+    seq_ways = _seq_ways(mesh, residual)
 
     @jaxtyped(typechecker=beartype)
     def f(
@@ -375,6 +372,105 @@ def forward(
         return shard(model, arrays)[: tokens.shape[0], : tokens.shape[1]]
 
     return f
+
+
+@runtime_checkable
+class LossAndGrad(Protocol):
+    """See `loss_and_grad`."""
+
+    def __call__(
+        self,
+        model: Qwen35,
+        tokens: Int[Host, "batch seq"],
+        labels: Int[Host, "batch seq"],
+        counts: Bool[Host, "batch seq"] | None = None,
+        *,
+        lengths: Int[Host, " batch"] | None = None,
+        mask: Bool[Host, "batch seq"] | None = None,
+        positions: Int[Host, "batch seq *axes"] | None = None,
+        features: Float[Host, "rows embed"] | None = None,
+        places: Int[Host, "batch seq"] | None = None,
+    ) -> tuple[Float[Array, ""], Qwen35]: ...
+
+
+def loss_and_grad(
+    declared: Qwen35,
+    mesh: Mesh | AbstractMesh,
+    *,
+    loss: pipeline_gradients.Loss = pipeline_gradients.token_loss,
+    residual: Residual = "whole",
+    remat: Remat = False,
+    dtype: Any = None,
+    microbatches: int | None = None,
+) -> LossAndGrad:
+    """The pure function `f(model, tokens, labels, counts, ...)`: loss and gradient by "1f1b", to be jitted.
+
+    The same numbers as the gradient of `losses.cross_entropy(forward(...), labels, counts)`, the mean over the labels
+    that count, in less memory where layers are split over `pipe` or rows cut into microbatches. The gradient is that
+    of the model's weights, split like them; the layers run in rounds if `declared` is `pipeline.interleaved`.
+
+    Args:
+        loss: `(logits, labels, weights) -> number` of one microbatch on one device, inside of the `shard_map`: logits
+            are split over VOCAB, the weights of all labels that count are 1 / their number. Losses of all microbatches
+            and devices are summed.
+        residual, remat, dtype, microbatches: as in `forward`. Layers are computed again in any case; `remat` says what
+            is kept for one microbatch in one stage.
+
+    Raises:
+        InputError: as `forward`; quantized weights.
+    """
+    _check("qwen3_5.loss_and_grad", declared, mesh, residual, remat, microbatches)
+    run = Run(residual=residual, remat=remat, dtype=None if dtype is None else jnp.dtype(dtype))
+    parts = pipeline_gradients.Parts(
+        stacks=("delta", "attn"),
+        enter=functools.partial(enter, run=run),
+        stage=functools.partial(stage, declared=declared, run=run),
+        leave=lambda model, x: model.logits(model.norm(x), residual),
+    )
+    step = pipeline_gradients.loss_and_grad(
+        "qwen3_5.loss_and_grad",
+        parts,
+        declared,
+        mesh,
+        loss=loss,
+        vocab=declared.config.vocab,
+        seq_ways=_seq_ways(mesh, residual),
+        microbatches=microbatches,
+    )
+
+    @jaxtyped(typechecker=beartype)
+    def f(
+        model: Qwen35,
+        tokens: Int[Host, "batch seq"],
+        labels: Int[Host, "batch seq"],
+        counts: Bool[Host, "batch seq"] | None = None,
+        *,
+        lengths: Int[Host, " batch"] | None = None,
+        mask: Bool[Host, "batch seq"] | None = None,
+        positions: Int[Host, "batch seq *axes"] | None = None,
+        features: Float[Host, "rows embed"] | None = None,
+        places: Int[Host, "batch seq"] | None = None,
+    ) -> tuple[Float[Array, ""], Qwen35]:
+        problems = _problems(declared.config, lengths, mask, positions, features, places)
+        fail_if(problems, "qwen3_5.loss_and_grad")
+        given = {"lengths": lengths, "mask": mask, "positions": positions, "places": places}
+        return step(model, tokens, labels, counts, features, **given)
+
+    return f
+
+
+def _check(
+    what: str, declared: Qwen35, mesh: Mesh | AbstractMesh, residual: str, remat: Remat, microbatches: int | None
+) -> None:
+    layout.audit(declared, mesh)
+    pipeline.check_microbatches(what, microbatches)
+    check_residual(what, residual)
+    check_remat(what, remat)
+
+
+def _seq_ways(mesh: Mesh | AbstractMesh, residual: Residual) -> int:
+    """What the sequence must divide by."""
+    return mesh.shape[CONTEXT] * (1 if residual == "whole" else mesh.shape[TP[0]] * mesh.shape[TP[1]])
 
 
 def _problems(config: Config, lengths, mask, positions, features, places) -> Iterator[str]:
@@ -445,14 +541,22 @@ def stage(
         attended = attention(q, kv, causal=True, lengths=lengths, key_mask=mask)
         return block.finish(x, block.mixer.finish(attended, gate, run.residual), run.residual)
 
-    delta, attend = (rematerialised(f, run.remat) for f in (delta, attend))
+    if on_host := any(p.memory == "host" for p in jax.tree.leaves(declared.delta)):
+        # No loop reads a part of a part of an array in host memory, and none in another shape: there a super-block's
+        # layers come to the device together, and are what is computed again.
+        deltas = jnp.arange(layers["delta"].mixer_norm.weight.shape[0] // (config.interval - 1))
+    else:
+        delta, attend = (rematerialised(f, run.remat) for f in (delta, attend))
+        deltas = by_super_block(config, layers["delta"])
 
     def super_block(x, blocks):
         deltas, attn = blocks
+        deltas = one_super_block(declared, layers["delta"], deltas) if on_host else deltas
         x, _ = lax.scan(delta, x, deltas)
         return attend(x, attn), None
 
-    x, _ = lax.scan(super_block, x, (by_super_block(config, layers["delta"]), layers["attn"]))
+    body = rematerialised(super_block, run.remat) if on_host else super_block
+    x, _ = lax.scan(body, x, (deltas, layers["attn"]))
     return x, None
 
 
@@ -460,6 +564,13 @@ def by_super_block(config: Config, delta: Block[DeltaNet]) -> Block[DeltaNet]:
     """The stacked DeltaNet layers with those of each super-block in a dim of their own, after that of super-blocks."""
     inner = config.interval - 1
     return jax.tree.map(lambda w: w.reshape(w.shape[0] // inner, inner, *w.shape[1:]), delta)
+
+
+def one_super_block(declared: Qwen35, delta: Block[DeltaNet], index: Int[Array, ""]) -> Block[DeltaNet]:
+    """The stacked DeltaNet layers of one super-block, on the device."""
+    inner = declared.config.interval - 1
+    own = jax.tree.map(lambda w: lax.dynamic_slice_in_dim(w, index * inner, inner), delta)
+    return layout.on_device(own, declared.delta)
 
 
 def gather_ends(model: Qwen35, declared: Qwen35, *, to: str = "varying") -> Qwen35:
@@ -475,9 +586,9 @@ PRESETS = {
 }  # fmt: skip
 
 
-def trace(declared: Qwen35, mesh: Mesh | AbstractMesh, sizes: TraceSizes) -> tuple[Callable, tuple]:
+def trace(declared: Qwen35, mesh: Mesh | AbstractMesh, sizes: TraceSizes, **run: Any) -> tuple[Callable, tuple]:
     """Logits of whole sequences, as `Family.trace` says."""
-    return forward(declared, mesh), (jax.ShapeDtypeStruct((sizes.batch, sizes.tokens), jnp.int32),)
+    return forward(declared, mesh, **run), (jax.ShapeDtypeStruct((sizes.batch, sizes.tokens), jnp.int32),)
 
 
 register(

@@ -207,7 +207,9 @@ def test_weights_read_in_place_give_the_same(dtype):
 
 def test_refusals():
     declared = decoder.declare(CONFIG)
-    with pytest.raises(InputError, match=r"layer=2 does not divide by 4 \(pipe=4\)(.|\n)*pipe degrees that fit: 1, 2;"):
+    with pytest.raises(
+        InputError, match=r"layer=2 does not divide by 4 \(pipe=4\): use pipe=1, 2\n(.|\n)*\(pipe=2,context=2\)"
+    ):
         decoder.forward(declared, make_mesh(pipe=4))
     with pytest.raises(InputError, match="heads=8"):
         decoder.forward(declared, make_mesh(tensor=3))

@@ -1,0 +1,313 @@
+"""Loss and gradient by a schedule of forward and backward: "1f1b", in one or several rounds (`schedule.py`).
+
+Differentiating a pipelined forward pass keeps what all microbatches need until the last one is through. Here each
+microbatch goes back as soon as it has passed the last stage: a stage keeps the inputs of a bounded number of its chunks
+and computes their layers again when their turn to go back comes. Gradients add up in float32 where they are.
+
+The first and the last step of a microbatch, its embedding and its logits and loss, are done by all stages together, as
+their tables are split over all of them.
+
+    step = decoder.loss_and_grad(declared, mesh, microbatches=8)
+    labels, counts = losses.next_tokens(tokens, lengths)
+    loss, gradient = step(model, tokens, labels, counts, lengths=lengths)
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import P, lax
+from jax.sharding import AbstractMesh, Mesh
+from jaxtyping import Array, Bool, Float, Int
+
+from shardzoo.errors import fail_if
+from shardzoo.kernels.flash_attention.options import manual_axes, varying_like, varying_over
+from shardzoo.zoo import layout, pipeline
+from shardzoo.zoo.layers import pad
+from shardzoo.zoo.mesh import CONTEXT, DATA, PIPE, VOCAB
+from shardzoo.zoo.pipeline import Rows, Stage
+from shardzoo.zoo.schedule import IDLE, Schedule, Work, schedule
+
+Tree = TypeVar("Tree")
+Loss = Callable[[Array, Array, Array], Array]
+
+
+class Parts(NamedTuple):
+    """What is needed of a family. The functions run inside a `shard_map`; shapes are one device's.
+
+    Attributes:
+        stacks: names of the model's stacked layers.
+        enter: (model, rows, features) -> the stream before the layers, the same on every device of `pipe`.
+        stage: as `pipeline.through` has it, keeping nothing; it is given the stacks by name.
+        leave: (model, x) -> logits of this device's part of the vocabulary, from the stream after the layers.
+    """
+
+    stacks: tuple[str, ...]
+    enter: Callable[[Any, Rows, Array | None], Array]
+    stage: Stage
+    leave: Callable[[Any, Array], Array]
+
+
+def token_loss(
+    logits: Float[Array, "rows seq vocab"], labels: Int[Array, "rows seq"], weights: Float[Array, "rows seq"]
+) -> Float[Array, ""]:
+    """The sum of weight * -log softmax(logits)[label], of logits split over VOCAB; float32 inside.
+
+    Collectives: one all-reduce for the maxima and one for the sums, over `pipe` and the tensor axes.
+    """
+    wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    top = lax.pmax(lax.stop_gradient(jnp.max(wide, axis=-1)), VOCAB)
+    local = labels - lax.axis_index(VOCAB) * logits.shape[-1]
+    chosen = jnp.where(jnp.arange(logits.shape[-1]) == local[..., None], wide, 0)
+    total, chosen = lax.psum((jnp.sum(jnp.exp(wide - top[..., None]), axis=-1), jnp.sum(chosen, axis=-1)), VOCAB)
+    return jnp.sum(weights * (jnp.log(total) + top - chosen))
+
+
+class Carry(NamedTuple):
+    """What a tick leaves to the next: what neighbours have sent, kept inputs, sums of gradients and of the loss."""
+
+    forth: Float[Array, "row seq embed"]
+    back: Float[Array, "row seq embed"]
+    inputs: Float[Array, "slot row seq embed"]
+    blocks: Any
+    ends: Any
+    loss: Float[Array, ""]
+
+
+class Tick(NamedTuple):
+    """What is done in a tick: by each stage, and by all of them together for one microbatch (-1: for none)."""
+
+    forward: Work
+    backward: Work
+    enter: Int[Array, ""]
+    turn: Int[Array, ""]
+    leave: Int[Array, ""]
+
+
+def ticks_of(plan: Schedule) -> Tick:
+    """The tables of a schedule, each with a row for every tick."""
+    count, last = len(plan.backward.microbatch), plan.stages - 1
+    more = [(0, count - len(plan.forward.microbatch)), (0, 0)]
+    forward = Work(*(np.pad(table, more, constant_values=IDLE) for table in plan.forward))
+
+    def of(work: Work, stage: int, turn: int) -> Int[np.ndarray, " ticks"]:
+        return np.where(work.round[:, stage] == turn, work.microbatch[:, stage], IDLE)
+
+    return Tick(
+        forward,
+        plan.backward,
+        enter=of(forward, 0, 0),
+        turn=of(forward, last, plan.rounds - 1),
+        leave=of(plan.backward, 0, 0),
+    )
+
+
+def segments(ticks: Tick) -> Iterator[tuple[slice, bool, bool]]:
+    """Ticks that have the same places: which they are, and whether they have one for forward and for backward."""
+    places = np.stack([(work.microbatch != IDLE).any(axis=1) for work in (ticks.forward, ticks.backward)], axis=1)
+    edges = [0, *(np.flatnonzero((places[1:] != places[:-1]).any(axis=1)) + 1), len(places)]
+    for start, stop in itertools.pairwise(edges):
+        yield slice(start, stop), *map(bool, places[start])
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """One device's ticks. `ends` is the model without its stacks; both vary over the axes that the stream does."""
+
+    parts: Parts
+    loss: Loss
+    ends: Any
+    blocks: Any
+    rows: Rows
+    features: Array | None
+    rounds: int
+
+    def run(self, carry: Carry, ticks: Tick) -> Carry:
+        """All ticks: one scan for each segment."""
+        for at, ahead, back in segments(ticks):
+            part = jax.tree.map(lambda table: table[at], ticks)  # noqa: B023
+            step = functools.partial(self.tick, ahead=ahead, back=back, always=part)
+            carry, _ = lax.scan(step, carry, jax.tree.map(jnp.asarray, part))
+        return carry
+
+    def tick(self, carry: Carry, at: Tick, *, ahead: bool, back: bool, always: Tick) -> tuple[Carry, None]:
+        cotangent = pipeline.zeros(carry.forth)
+        if ahead:
+            carry, y = self.ahead(carry, at, always)
+            carry, cotangent = self.turn(carry, y, at.turn, always.turn)
+        return self.back(carry, cotangent, at, always) if back else carry, None
+
+    def ahead(self, carry: Carry, at: Tick, always: Tick) -> tuple[Carry, Array]:
+        """The forward of a chunk; its input is kept for its backward."""
+        work, rows = pipeline.of_stage(at.forward), self.of(at.enter)
+        own = when(
+            always.enter, at.enter, lambda x: self.enter(self.ends, rows), lambda x: x, pipeline.zeros(carry.forth)
+        )
+        x = jnp.where((lax.axis_index(PIPE) == 0) & (work.round == 0), own, carry.forth)
+        chunk, first = pipeline.chunk_of(self.blocks, work.round, self.rounds)
+        y, _ = self.parts.stage(chunk, x, self.of(work.microbatch), first)
+        slot = jnp.maximum(work.slot, 0)
+        kept = jnp.where(work.microbatch != IDLE, x, pipeline.pick(carry.inputs, slot))
+        inputs = lax.dynamic_update_index_in_dim(carry.inputs, kept, slot, 0)
+        return carry._replace(inputs=inputs, forth=pipeline.send(y, self.rounds)), y
+
+    def turn(self, carry: Carry, y: Array, microbatch: Array, always: Int[np.ndarray, " ticks"]) -> tuple[Carry, Array]:
+        """Logits, loss and their backward of the microbatch that has passed the last stage."""
+
+        def run(given: tuple[Array, Any, Array]) -> tuple[Array, Any, Array]:
+            loss, ends, y = given
+            value, pull = jax.vjp(lambda ends, y: self.value(ends, y, self.of(microbatch)), self.ends, y)
+            more, cotangent = pull(varying_like(jnp.ones((), value.dtype), value))
+            return loss + value, added(ends, more), cotangent
+
+        given = (carry.loss, carry.ends, y)
+        loss, ends, cotangent = when(always, microbatch, run, lambda x: (*x[:2], pipeline.zeros(y)), given)
+        return carry._replace(loss=loss, ends=ends), cotangent
+
+    def back(self, carry: Carry, turned: Array, at: Tick, always: Tick) -> Carry:
+        """The backward of a chunk, whose layers are computed again."""
+        work, rows = pipeline.of_stage(at.backward), self.of(at.leave)
+        busy, last = work.microbatch != IDLE, lax.axis_index(PIPE) == lax.axis_size(PIPE) - 1
+        cotangent = jnp.where(busy, jnp.where(last & (work.round == self.rounds - 1), turned, carry.back), 0)
+        chunk, first = pipeline.chunk_of(self.blocks, work.round, self.rounds)
+        x, own = pipeline.pick(carry.inputs, work.slot), self.of(work.microbatch)
+        _, pull = jax.vjp(lambda chunk, x: self.parts.stage(chunk, x, own, first)[0], chunk, x)
+        of_chunk, of_x = pull(cotangent)
+        of_chunk = jax.tree.map(lambda d: jnp.where(busy, d, 0), of_chunk)
+        first_x = jnp.where((lax.axis_index(PIPE) == 0) & (work.round == 0), of_x, 0)
+
+        def leave(ends: Any) -> Any:
+            return added(ends, jax.vjp(lambda ends: self.enter(ends, rows), self.ends)[1](first_x)[0])
+
+        return carry._replace(
+            blocks=added(carry.blocks, of_chunk, work.round if self.rounds > 1 else None),
+            ends=when(always.leave, at.leave, leave, lambda x: x, carry.ends),
+            back=pipeline.send(of_x, self.rounds, back=True),
+        )
+
+    def of(self, microbatch: Array) -> Rows:
+        return pipeline.pick(self.rows, microbatch)
+
+    def enter(self, ends: Any, rows: Rows) -> Array:
+        return varying_over(self.parts.enter(ends, rows, self.features), frozenset({PIPE}))
+
+    def value(self, ends: Any, y: Array, rows: Rows) -> Array:
+        """The loss of the rows, from what the last stage gives: this device's part, by rows and sequence alone."""
+        value = self.loss(self.parts.leave(ends, pipeline.on_all(y)), rows["labels"], rows["weights"])
+        over = tuple(sorted(manual_axes(value) - {DATA, CONTEXT}))
+        return varying_over(lax.psum(value, over) if over else value, frozenset({DATA, CONTEXT}))
+
+
+def when(always: Int[np.ndarray, " ticks"], microbatch: Array, run: Callable, skip: Callable, given: Any) -> Any:
+    """`run(given)` in ticks that have a microbatch for it, the same on all devices, else `skip(given)`.
+
+    `always` is the whole table of a scan: where all ticks agree, there is nothing to decide.
+    """
+    if (always != IDLE).all():
+        return run(given)
+    return lax.cond(microbatch != IDLE, run, skip, given) if (always != IDLE).any() else skip(given)
+
+
+def sums_for(tree: Tree) -> Tree:
+    """Zeros to add gradients to: in float32 at least."""
+    wide = [jnp.zeros(w.shape, jnp.promote_types(w.dtype, jnp.float32)) for w in jax.tree.leaves(tree)]
+    like = [varying_like(zero, w) for zero, w in zip(wide, jax.tree.leaves(tree), strict=True)]
+    return jax.tree.unflatten(jax.tree.structure(tree), like)
+
+
+def added(sums: Tree, more: Tree, index: Array | None = None) -> Tree:
+    """The sums with gradients added, those of element `index` of their first dim if it is given."""
+    if index is None:
+        return jax.tree.map(lambda a, d: a + d.astype(a.dtype), sums, more)
+    at = jnp.maximum(index, 0)
+    new = added(pipeline.pick(sums, at), more)
+    return jax.tree.map(lambda a, d: lax.dynamic_update_index_in_dim(a, d, at, 0), sums, new)
+
+
+def gradients(
+    parts: Parts, declared: Any, loss: Loss, microbatches: int, model: Tree, rows: Rows, features: Array | None
+) -> tuple[Float[Array, ""], Tree]:
+    """One device's loss and gradient; the loss is the sum over all microbatches and devices."""
+    rounds = pipeline.rounds_of(declared)
+    plan = schedule(lax.axis_size(PIPE), microbatches, rounds)
+    rows = jax.tree.map(lambda a: pipeline.cut(a, microbatches), rows)
+    no_stacks = dict.fromkeys(parts.stacks)
+    given, declared_ends = dataclasses.replace(model, **no_stacks), dataclasses.replace(declared, **no_stacks)
+    x = jax.eval_shape(
+        lambda m: parts.enter(layout.gather_at_rest(m, declared_ends), pipeline.pick(rows, 0), features), given
+    )
+    over = x.manual_axis_type.varying
+    # Weights that are equal on devices with other rows: their gradients are summed once, at the end.
+    ends, pull_ends = jax.vjp(lambda m: varying_over(layout.gather_at_rest(m, declared_ends), over), given)
+    blocks, pull_blocks = jax.vjp(
+        lambda m: varying_over(m, over | {PIPE}), {name: getattr(model, name) for name in parts.stacks}
+    )
+    nothing = varying_over(jnp.zeros(x.shape, x.dtype), over | {PIPE})
+    carry = Carry(
+        forth=nothing,
+        back=nothing,
+        inputs=varying_over(jnp.zeros((plan.slots, *x.shape), x.dtype), over | {PIPE}),
+        blocks=sums_for(blocks),
+        ends=sums_for(ends),
+        loss=varying_over(jnp.zeros((), jnp.float32), frozenset({DATA, CONTEXT})),
+    )
+    carry = Program(parts, loss, ends, blocks, rows, features, rounds).run(carry, ticks_of(plan))
+    (of_ends,) = pull_ends(jax.tree.map(lambda d, w: d.astype(w.dtype), carry.ends, ends))
+    (of_blocks,) = pull_blocks(jax.tree.map(lambda d, w: d.astype(w.dtype), carry.blocks, blocks))
+    return lax.psum(carry.loss, (DATA, CONTEXT)), dataclasses.replace(of_ends, **of_blocks)
+
+
+def loss_and_grad(
+    what: str,
+    parts: Parts,
+    declared: Any,
+    mesh: Mesh | AbstractMesh,
+    *,
+    vocab: int,
+    seq_ways: int,
+    loss: Loss,
+    microbatches: int | None,
+) -> Callable[..., tuple[Float[Array, ""], Any]]:
+    """The function `f(model, tokens, labels, counts, features, **given)` of a family's `loss_and_grad`."""
+    fixed = [p for p, q in layout.named(declared).items() if not jnp.issubdtype(q.dtype, np.floating) or q.fixed]
+    problem = f"{', '.join(fixed[:3])}: quantized weights have no gradient: differentiate a loss of `forward` instead"
+    fail_if([problem] if fixed else [], what)
+
+    def f(model: Any, tokens: Array, labels: Array, counts: Array | None, features: Array | None, **given: Any) -> Any:
+        cut = pipeline.microbatches_for(microbatches, mesh, tokens.shape[0])
+        counted = weights(jnp.asarray(labels), counts, vocab)
+        arrays = {"tokens": tokens, "labels": labels, "weights": counted} | {
+            k: v for k, v in given.items() if v is not None
+        }
+        arrays = {k: padded(jnp.asarray(v), mesh.shape[DATA] * cut, seq_ways) for k, v in arrays.items()}
+        specs = {k: P(DATA) if v.ndim == 1 else P(DATA, CONTEXT) for k, v in arrays.items()}
+        placed = layout.specs(declared)
+        shard = jax.shard_map(
+            functools.partial(gradients, parts, declared, loss, cut),
+            mesh=mesh,
+            in_specs=(placed, specs, P()),
+            out_specs=(P(), placed),
+            check_vma=True,
+        )
+        return shard(model, arrays, None if features is None else jnp.asarray(features))
+
+    return f
+
+
+def padded(x: Array, batch_ways: int, seq_ways: int) -> Array:
+    x = pad(x, 0, batch_ways)
+    return x if x.ndim == 1 else pad(x, 1, seq_ways)
+
+
+def weights(
+    labels: Int[Array, "batch seq"], counts: Bool[Array, "batch seq"] | None, vocab: int
+) -> Float[Array, "batch seq"]:
+    """1 / n for each of the n labels that count, so that the sum of losses is their mean."""
+    wanted = (labels >= 0) & (labels < vocab)
+    wanted = wanted if counts is None else wanted & jnp.asarray(counts)
+    return wanted / jnp.maximum(jnp.sum(wanted, dtype=jnp.int32), 1).astype(jnp.float32)
