@@ -310,7 +310,7 @@ def audit(
         new=new_tokens,
         microbatches=microbatches,
     )
-    reading = {
+    reading: dict[str, Any] = {
         "family": family,
         "component": component,
         "config": config,

@@ -278,12 +278,15 @@ class _Judged:
             yield from self.generation[degrees].lines(held.parameters)
         if degrees in self.compiled:
             yield from self.compiled[degrees].lines()
-            yield from () if held is None else _beside(held.program, self.compiled[degrees].total_bytes)
+            yield from () if held is None else _beside(held.program, self.compiled[degrees])
 
 
-def _beside(ours: int, compilers: int) -> Iterator[str]:
-    difference = ours / compilers - 1
-    yield f"  by our arithmetic {size_text(ours)}, by the compiler {size_text(compilers)}: {difference:+.1%}"
+def _beside(ours: int, compiled: Any) -> Iterator[str]:
+    on_chip = f" ({size_text(compiled.peak_bytes)} with what it keeps on chip)"
+    yield (
+        f"  by our arithmetic {size_text(ours)}, by the compiler {size_text(compiled.total_bytes)}"
+        f"{on_chip if compiled.peak_bytes > compiled.total_bytes else ''}: {compiled.off(ours):+.1%}"
+    )
 
 
 def say_stages(judged: Sequence[_Judged]) -> None:

@@ -40,7 +40,8 @@ class Compiled:
     Attributes:
         device: kind of device.
         seconds: time to compile.
-        argument_bytes, output_bytes, temporary_bytes: on each device; the parameters are arguments.
+        argument_bytes, output_bytes, temporary_bytes: in each device's memory; the parameters are arguments.
+        peak_bytes: at the worst moment, what the compiler keeps on chip included, copies of weights among it.
         collectives: operation -> how many stand in the program (those in the body of a scan once).
     """
 
@@ -49,12 +50,18 @@ class Compiled:
     argument_bytes: int
     output_bytes: int
     temporary_bytes: int
+    peak_bytes: int
     collectives: Mapping[str, int]
 
     @property
     def total_bytes(self) -> int:
         """All of it."""
         return self.argument_bytes + self.output_bytes + self.temporary_bytes
+
+    def off(self, bytes: int) -> float:
+        """How far a figure is off what the compiler says: `total_bytes`, or more up to `peak_bytes`."""
+        low, high = self.total_bytes, max(self.total_bytes, self.peak_bytes)
+        return bytes / low - 1 if bytes < low else max(0.0, bytes / high - 1)
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self) | {"total_bytes": self.total_bytes}
@@ -134,5 +141,6 @@ def compile_forward(
         argument_bytes=memory.argument_size_in_bytes,
         output_bytes=memory.output_size_in_bytes,
         temporary_bytes=memory.temp_size_in_bytes,
+        peak_bytes=memory.peak_memory_in_bytes,
         collectives=dict(collections.Counter(COLLECTIVE.findall(text))),
     )

@@ -11,7 +11,8 @@ All is read off the jaxpr; nothing is compiled. Its equations are followed in th
   than once, or unless what reads it wants it in memory: a kernel, a collective, a loop, a product, a result.
 * A value takes the place of one that dies where it is made, if it is no larger: of loops the carry stands once.
 * A loop's stacked inputs are read where they lie; its stacked results are there from its start.
-* Buffers of TPUs are made of tiles of 8 x 128 (of 32 bits): the last two dims are padded to them, in whichever order
+* A convolution over more than single pixels reads a copy of its input, which compilers for TPUs arrange for it.
+* Buffers of TPUs are made of tiles of 8 x 128: the last two dims are padded to them, in whichever order
   of the dims pads least.
 """
 
@@ -39,9 +40,9 @@ _MADE = frozenset(
     )
 )  # fmt: skip
 # What reads its operands out of memory: they are made before it.
-_SHAPES = frozenset((ALIAS, "reshape", "squeeze", "expand_dims", "pvary", "pcast"))
+_SHAPES = frozenset((ALIAS, "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "pvary", "pcast"))
 _READS = _MADE - {"gather", "cumsum", "argmax", "argmin", "dynamic_update_slice"}
-LANES, SUBLANES = 128, 8  # of a TPU's tile of 32-bit numbers
+LANES, SUBLANES = 128, 8  # of a TPU's tile; numbers of 16 and 8 bits lie in it packed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -195,7 +196,7 @@ class _Program:
             dying = [v for v in ends[at] if v in alive or v in loose]
             fresh = sum(self.size(v) for v in made)
             inner = self._inside(step)
-            now = total + fresh - min(fresh, self._reusable(step, dying)) + inner.size
+            now = total + max(fresh - min(fresh, self._reusable(step, dying)) + inner.size, self._rearranged(step))
             if now > largest:
                 largest, worst = now, (step, dict(alive), made, now, inner)
             alive.update((id(v), self.size(v)) for v in made)
@@ -204,6 +205,13 @@ class _Program:
                 total -= alive.pop(v, self.size(self.values[v]))
                 loose.discard(v)
         return self._moment(*worst) if worst else _Moment()
+
+    def _rearranged(self, step: Step) -> float:
+        """Bytes of a copy of what a convolution reads, in the order of the matrix unit, made before its result."""
+        spatial = step.name == "conv_general_dilated" and count(step.inputs[1].aval) > math.prod(
+            step.inputs[1].aval.shape[d] for d in step.eqn.params["dimension_numbers"].rhs_spec[:2]
+        )
+        return self.size(step.inputs[0]) if spatial and self.tiled else 0.0
 
     def _reusable(self, step: Step, dying: Sequence[int]) -> float:
         """Bytes of values that die here whose place what is made may take."""
@@ -262,17 +270,17 @@ def tiled_bytes(shape: tuple[int, ...], itemsize: int, tiled: bool = True) -> in
     size = math.prod(shape) * itemsize
     if not tiled or len(shape) < 2 or size == 0:
         return size
-    rows = SUBLANES * max(1, 4 // itemsize)
     return min(
-        size // (shape[i] * shape[j]) * (-(-shape[i] // LANES) * LANES) * (-(-shape[j] // rows) * rows)
+        size // (shape[i] * shape[j]) * (-(-shape[i] // LANES) * LANES) * (-(-shape[j] // SUBLANES) * SUBLANES)
         for i, j in itertools.permutations(range(len(shape)), 2)
     )
 
 
 def _function(eqn: JaxprEqn) -> str:
     """Where in this package an equation was written: Mlp.__call__."""
-    frames = eqn.source_info.traceback
-    for code in frames.raw_frames()[0] if frames else ():
+    frames: Any = eqn.source_info.traceback
+    codes: list[Any] = frames.raw_frames()[0] if frames else []
+    for code in codes:
         if "shardzoo" in code.co_filename or "/zoo/" in code.co_filename or "/kernels/" in code.co_filename:
             return code.co_qualname.replace(".<locals>", "").replace(".<lambda>", "")
     return eqn.primitive.name

@@ -163,5 +163,41 @@ def test_ours_is_within_a_tenth_of_the_compiler_s(preset):
     chips = next(name for name, room in SLICES.items() if size / tensor < room)
     words = ("--chips", chips, "--mesh", f"context={8 // tensor},tensor={tensor}", "--compile", "--json")
     audit = json.loads(invoke("audit", preset, *words).out)
-    ours = audit["ranking"]["meshes"][0]["memory"]["program"]
-    assert ours == pytest.approx(audit["meshes"][0]["compiled"]["total_bytes"], rel=0.1)
+    ours, compiled = audit["ranking"]["meshes"][0]["memory"]["program"], audit["meshes"][0]["compiled"]
+    # Between what it has in the chip's memory and that with what it keeps on chip, or a tenth off.
+    assert 0.9 * compiled["total_bytes"] <= ours <= 1.1 * max(compiled["total_bytes"], compiled["peak_bytes"])
+
+
+def test_a_pipeline_s_stages(monkeypatch):
+    """One component at a time is on the chips: what counts is the largest of them."""
+    from shardzoo.cli import targets
+    from shardzoo.zoo import t5, wan, wan_vae
+
+    configs = {
+        "text_encoder": ("t5", t5.Config(vocab=256, embed=128, layers=2, heads=8, head_dim=16, mlp=128)),
+        "transformer": (
+            "wan",
+            wan.Config(in_channels=4, out_channels=4, heads=8, head_dim=16, layers=2, mlp=256, text=128, freq=16),
+        ),
+        "vae": (
+            "wan-vae",
+            wan_vae.Config(
+                latent_channels=4, width=8, decoder_width=8, multipliers=(1, 2), blocks=1, halve_time=(True,),
+                latent_mean=(0.0,) * 4, latent_std=(1.0,) * 4,
+            ),
+        ),
+    }  # fmt: skip
+    parts = [
+        targets.Target(f"folder: {name}", "source", family, find_family(family).declare(config))
+        for name, (family, config) in configs.items()
+    ]
+    monkeypatch.setattr(targets, "find_targets", lambda *_, **__: parts)
+    sizes = ("--tokens", 64, "--frames", 5, "--height", 64, "--width", 64)
+    ended = invoke("audit", "folder", "--mesh", "context=2,tensor=4", *sizes)
+    assert ended.status == 0, ended.err
+    said = ended.out.partition("stages, one after another on the same chips:\n")[2].splitlines()
+    assert [line.split()[0] for line in said[:3]] == ["text", "denoise", "decode"]
+    assert "most: " in said[3]
+    report = json.loads(invoke("audit", "folder", "--mesh", "context=2,tensor=4", *sizes, "--json").out)
+    totals = [part["meshes"][0]["memory"]["total"] for part in report["components"]]
+    assert all(total > 0 for total in totals)

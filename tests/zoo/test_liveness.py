@@ -83,6 +83,15 @@ def test_buffers_of_tpus_come_in_tiles():
     assert peak(lambda x, w: x @ w, f32(128, 16), f32(16, 3), tiled=True) == 8 * 128 * 4  # the other way round
 
 
+def test_a_convolution_reads_a_copy_on_a_tpu():
+    x, w = f32(1, 8, 128, 128), f32(8, 8, 3, 3)
+    image = 8 * 128 * 128 * 4
+    f = lambda x, w: jax.lax.conv(x * 2, w, (1, 1), "SAME")  # noqa: E731
+    assert peak(f, x, w) == peak(f, x, w, tiled=True) == 2 * image
+    small = lambda x, w: jax.lax.conv(x * 2, w[:2], (1, 1), "SAME")  # noqa: E731
+    assert peak(small, x, w) == image + image // 4 and peak(small, x, w, tiled=True) == 2 * image
+
+
 def test_a_gradient_keeps_what_it_reads_and_remat_does_not():
     def block(x, w):
         return jnp.tanh(x @ w) @ w.T, None
