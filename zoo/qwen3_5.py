@@ -24,7 +24,7 @@ from jax import P, lax
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Bool, Float, Int, jaxtyped
 
-from shardzoo.errors import fail_if
+from shardzoo.errors import InputError, fail_if
 from shardzoo.zoo import delta_net, layout, pipeline, pipeline_gradients
 from shardzoo.zoo.attention import attention
 from shardzoo.zoo.decoder import Host, pad, sequence_positions
@@ -567,10 +567,23 @@ def by_super_block(config: Config, delta: Block[DeltaNet]) -> Block[DeltaNet]:
 
 
 def one_super_block(declared: Qwen35, delta: Block[DeltaNet], index: Int[Array, ""]) -> Block[DeltaNet]:
-    """The stacked DeltaNet layers of one super-block, on the device."""
+    """The stacked DeltaNet layers of one super-block, on the device. No gradient flows through it."""
     inner = declared.config.interval - 1
-    own = jax.tree.map(lambda w: lax.dynamic_slice_in_dim(w, index * inner, inner), delta)
+    own = jax.tree.map(lambda w: lax.dynamic_slice_in_dim(_undifferentiated(w), index * inner, inner), delta)
     return layout.on_device(own, declared.delta)
+
+
+@jax.custom_jvp
+def _undifferentiated(stack: Array) -> Array:
+    return stack
+
+
+@_undifferentiated.defjvp
+def _refuse(primals: tuple[Array], tangents: tuple[Array]):
+    raise InputError(
+        "qwen3_5.forward: layers in host memory have no gradient here: differentiate by other weights, or leave these"
+        " on the device"
+    )
 
 
 def gather_ends(model: Qwen35, declared: Qwen35, *, to: str = "varying") -> Qwen35:

@@ -1,18 +1,22 @@
 """Generation with Qwen3.5: what one forward pass after another gives, on every mesh, for ragged prompts."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import P
 from tiny_qwen3_5 import CONFIG, weights
 
+from shardzoo.cli.topology import topology_devices
 from shardzoo.errors import InputError
 from shardzoo.zoo import layout, qwen3_5
 from shardzoo.zoo.families import find_family
+from shardzoo.zoo.generate import State
 from shardzoo.zoo.mesh import Degrees, make_mesh
-from shardzoo.zoo.qwen3_5_generate import complete, generate, stream
+from shardzoo.zoo.qwen3_5_generate import ENGINE, complete, generate, stream
 
 CONFIG = dataclasses.replace(CONFIG, vocab=240, layers=6)
 NEW = 8
@@ -116,6 +120,47 @@ def test_bfloat16_follows_its_own_forward_pass():
         logits = np.asarray(f(model, ids), np.float32)[0, length - 1 : length + NEW - 1]
         chosen = logits[np.arange(NEW), tokens[row]]
         assert (logits.max(-1) - chosen <= 0.03 * np.abs(logits).max()).all()  # ties within the rounding
+
+
+LONG = qwen3_5.Config(
+    vocab=64, embed=128, layers=8, interval=2, mlp=128, heads=4, kv_heads=4, head_dim=128, rotary_dim=32,
+    sections=(6, 5, 5), key_heads=4, value_heads=4, key_dim=16, value_dim=16,
+)  # fmt: skip
+
+
+def step_memory(slots, devices, degrees):
+    """What the compiled decode step needs, with bfloat16 caches of so many slots that it updates in place."""
+    declared, mesh = qwen3_5.declare(LONG, jnp.bfloat16), make_mesh(**degrees, kv_heads=4, devices=devices)
+    steps, tokens = 2, jax.ShapeDtypeStruct((1, slots), jnp.int32)
+    rows, number = jax.ShapeDtypeStruct((1,), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
+    ends = functools.partial(ENGINE.gather_ends, declared=declared, to="invarying")
+
+    def sharded(f, *inputs):
+        specs = (layout.specs(declared), *inputs)
+        return jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=(ENGINE.cache_specs, P("data")))
+
+    model = layout.abstract(declared, mesh)
+    fill = sharded(
+        lambda model, tokens, lengths: ENGINE.prefill(ends(model), declared, tokens, lengths, steps - 1, None),
+        *(P("data", "context"), P("data")),
+    )
+    cache, _ = jax.eval_shape(fill, model, tokens, rows)
+    state = State(
+        cache=cache, prompt=rows, step=number, token=rows, done=jax.ShapeDtypeStruct((1,), bool),
+        running=jax.ShapeDtypeStruct((), bool), tokens=jax.ShapeDtypeStruct((1, steps), jnp.int32), lengths=rows,
+    )  # fmt: skip
+    step = sharded(lambda model, state: ENGINE.decode_step(ends(model), declared, state, None), ENGINE.state_specs)
+    return jax.jit(step, donate_argnums=1).lower(model, state).compile().memory_analysis()
+
+
+@pytest.mark.parametrize("degrees", [dict(tensor=4), dict(tensor=2, context=2)], ids=str)
+def test_a_decode_step_does_not_copy_its_caches(degrees):
+    """Compiled for TPUs, with tokens in no whole tiles: temporaries of less than one layer's keys and values."""
+    slots = 262142
+    memory = step_memory(slots, topology_devices("v5e:2x2"), degrees)
+    one_layer = slots * 2 * LONG.head_dim * 2  # bytes on a device, in either case
+    assert memory.alias_size_in_bytes > LONG.super_blocks * one_layer
+    assert memory.temp_size_in_bytes < one_layer
 
 
 @pytest.mark.slow
