@@ -148,7 +148,7 @@ def presets():
         yield from (f"{name}/{preset}" for preset in find_family(name).presets)
 
 
-QUICK = ("clip-text/clip-l", "clip-vision/vit-h-14")
+QUICK = ("clip-text/clip-l",)
 SLICES = {"v5e-8": 7.5e9, "v5p-16": 1e12}  # the first whose chips have room for the weights
 
 
