@@ -160,7 +160,7 @@ def cut(x: Array, microbatches: int) -> Array:
     return x.reshape(microbatches, -1, *x.shape[1:])
 
 
-def pick(tree: Tree, index: Array) -> Tree:
+def pick(tree: Tree, index: Array | int) -> Tree:
     """Element `index` of the first dim; an idle stage's -1 gives the first one."""
     return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, jnp.maximum(index, 0), keepdims=False), tree)
 

@@ -15,9 +15,10 @@ their tables are split over all of them.
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -236,8 +237,7 @@ def gradients(
     rounds = pipeline.rounds_of(declared)
     plan = schedule(lax.axis_size(PIPE), microbatches, rounds)
     rows = jax.tree.map(lambda a: pipeline.cut(a, microbatches), rows)
-    no_stacks = dict.fromkeys(parts.stacks)
-    given, declared_ends = dataclasses.replace(model, **no_stacks), dataclasses.replace(declared, **no_stacks)
+    given, declared_ends = (with_stacks(tree, parts, dict.fromkeys(parts.stacks)) for tree in (model, declared))
     x = jax.eval_shape(
         lambda m: parts.enter(layout.gather_at_rest(m, declared_ends), pipeline.pick(rows, 0), features), given
     )
@@ -259,7 +259,13 @@ def gradients(
     carry = Program(parts, loss, ends, blocks, rows, features, rounds).run(carry, ticks_of(plan))
     (of_ends,) = pull_ends(jax.tree.map(lambda d, w: d.astype(w.dtype), carry.ends, ends))
     (of_blocks,) = pull_blocks(jax.tree.map(lambda d, w: d.astype(w.dtype), carry.blocks, blocks))
-    return lax.psum(carry.loss, (DATA, CONTEXT)), dataclasses.replace(of_ends, **of_blocks)
+    return lax.psum(carry.loss, (DATA, CONTEXT)), with_stacks(of_ends, parts, of_blocks)
+
+
+def with_stacks(model: Tree, parts: Parts, stacks: Mapping[str, Any]) -> Tree:
+    """The model with other values, or None, for its stacks."""
+    new = [stacks[name] for name in parts.stacks]
+    return eqx.tree_at(lambda m: [getattr(m, n) for n in parts.stacks], model, new, is_leaf=lambda x: x is None)
 
 
 def loss_and_grad(

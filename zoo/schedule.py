@@ -14,14 +14,13 @@ not have it. Both kinds have as many places for forward as for backward, and in 
 
 import dataclasses
 import functools
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int
 
 from shardzoo.errors import fail_if
 
-Kind = Literal["gpipe", "1f1b"]
 IDLE = -1
 
 
@@ -71,7 +70,7 @@ def bubble(stages: int, microbatches: int, rounds: int = 1) -> float:
     return waits / (rounds * microbatches + waits)
 
 
-def schedule(stages: int, microbatches: int, rounds: int = 1, kind: Kind = "1f1b") -> Schedule:
+def schedule(stages: int, microbatches: int, rounds: int = 1, kind: str = "1f1b") -> Schedule:
     """The ticks of forward and backward, by simulation: each stage takes its next chunk as soon as its input is there.
 
     Raises:
@@ -88,7 +87,7 @@ def _check(stages: int, microbatches: int, rounds: int) -> None:
 
 
 @functools.lru_cache(maxsize=64)
-def _schedule(stages: int, microbatches: int, rounds: int, kind: Kind) -> Schedule:
+def _schedule(stages: int, microbatches: int, rounds: int, kind: str) -> Schedule:
     forward = _ticks(stages, microbatches, rounds)
     chunks = stages * rounds
     start = forward.max() + 1 if kind == "gpipe" else 0
@@ -96,7 +95,7 @@ def _schedule(stages: int, microbatches: int, rounds: int, kind: Kind) -> Schedu
     backward = _ticks(stages, microbatches, rounds, first=np.maximum(forward[chunks - 1], start))[::-1]
     slot = _slots(forward, backward, stages)
     return Schedule(
-        stages, microbatches, rounds, _table(forward, slot, stages), _table(backward, slot, stages), slot.max() + 1
+        stages, microbatches, rounds, _table(forward, slot, stages), _table(backward, slot, stages), int(slot.max()) + 1
     )
 
 
