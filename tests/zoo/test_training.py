@@ -88,6 +88,8 @@ def one_device():
         pytest.param(dict(data=2, context=2), ("data", "context"), dict(remat=True), marks=slow),
         pytest.param(dict(context=3), ("context",), dict(remat="attention"), marks=slow),
         pytest.param(dict(data=3), True, {}, marks=slow),
+        pytest.param(dict(pipe=3), False, dict(remat="dots"), marks=slow),
+        pytest.param(dict(pipe=3, data=2), True, dict(remat=True, microbatches=2), marks=slow),
         pytest.param(dict(tensor=8), False, dict(residual="seq"), marks=slow),
     ],
     ids=str,
@@ -157,7 +159,7 @@ def counted(program):
     return {kind: count for kind, count in found.items() if count}
 
 
-@pytest.mark.parametrize("remat", [False, pytest.param(True, marks=slow), "dots"])
+@pytest.mark.parametrize("remat", [pytest.param(False, marks=slow), pytest.param(True, marks=slow), "dots"])
 def test_collectives_of_weights_split_over_data(remat):
     """What `training` says: a gather and a scatter for each split leaf; under remat a second gather in a block.
 
@@ -174,6 +176,7 @@ def test_collectives_of_weights_split_over_data(remat):
     assert found == {"all-gather": ends + blocks + again, "reduce-scatter": ends + blocks, "all-reduce": 3}
 
 
+@slow
 def test_whole_weights_take_one_all_reduce_each():
     declared, program = compiled(dict(data=4), False)
     leaves = len(layout.named(declared))
@@ -188,6 +191,7 @@ def test_policies_spare_collectives(remat, fewer):
     assert all(kept[kind] <= full[kind] for kind in full)
 
 
+@slow
 def test_gathered_weights_are_kept_only_without_remat():
     """Temporaries of a gradient: all layers' gathered weights, or those of a block."""
     wide = dataclasses.replace(CONFIG, layers=12, embed=64, mlp=512)
@@ -205,6 +209,7 @@ def test_gathered_weights_are_kept_only_without_remat():
     assert kept - temporaries("dots")[0] > 0.7 * weights
 
 
+@slow
 def test_bfloat16_compute_with_float32_masters():
     """The loss falls, weights and state stay float32, and updates too small for bfloat16 are not lost."""
     declared, mesh, model = made(dict(data=2, tensor=2), True)
