@@ -8,7 +8,7 @@ shard of a dim may reach past its end.
 import dataclasses as dc
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -135,6 +135,20 @@ def plan_grid(leaf: LeafSpec) -> Grid:
     outer = list(shape) if small else _outer(shape, inner, leaf.dims, item, leaf.rows)
     grid = Grid(shape=leaf.shape, outer=tuple(outer), inner=tuple(inner))
     return grid if leaf.unit is None else grid.within(leaf.unit)
+
+
+def also_at_rest(grid: Grid, leaf: LeafSpec, rest: Iterable[str]) -> Grid:
+    """The same files with chunks that line up with a split at rest too: of dims in `rest`, or of the widest free one.
+
+    For what is read back at once by whoever trains, with weights split at rest or not: chunks may get as small as for
+    declared splits.
+    """
+    free = [d for d, name in enumerate(leaf.dims) if name not in leaf.split and name != STACK]
+    wanted = [leaf.dims.index(name) for name in rest] or sorted(free, key=lambda d: leaf.shape[d])[-1:]
+    inner = list(grid.inner)
+    for d in wanted:
+        inner[d] = _cut(inner, d, leaf.dtype.itemsize, (2, 4, 8, 16), LEAST_CHUNK)
+    return dc.replace(grid, inner=tuple(inner))
 
 
 def _cut(inner: list[int], d: int, item: int, degrees: tuple[int, ...], least: int) -> int:

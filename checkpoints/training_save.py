@@ -17,7 +17,7 @@ from orbax.checkpoint import v1 as ocp
 
 from shardzoo.checkpoints import distributed, snapshot
 from shardzoo.checkpoints.checkpoint import Checkpoint
-from shardzoo.checkpoints.grid import LeafSpec
+from shardzoo.checkpoints.grid import LeafSpec, also_at_rest
 from shardzoo.checkpoints.manifest import (
     ASSETS,
     FORMAT,
@@ -132,18 +132,21 @@ def _lies(name: str, folders: Mapping[str, Path]) -> Path:
 
 
 def place(declared: Any, declared_state: Any, leaves: Mapping[str, Array]) -> Placed:
-    """Folder, spec and grid of every leaf of model and optimizer.
+    """Folder, spec and grid of every leaf of model and optimizer, cut for splits at rest too.
 
     With several processes, grids that stay inside each device's shard.
     """
-    specs = {p: LeafSpec.of(q) for p, q in named(declared).items()}
-    state = {p: LeafSpec.of(q) for p, q in named(declared_state).items()}
-    placed = place_leaves(specs, {}, state)
+    params, state = named(declared), named(declared_state)
+    specs = {p: dc.replace(LeafSpec.of(q), dtype=np.dtype(leaves[p].dtype)) for p, q in params.items()}
+    of_state = {
+        p: dc.replace(LeafSpec.of(q), dtype=np.dtype(leaves[f"{OPT_STATE}/{p}"].dtype)) for p, q in state.items()
+    }
+    rest = {**params, **{f"{OPT_STATE}/{p}": q for p, q in state.items()}}
+    placed = place_leaves(specs, {}, of_state)
     for path, (folder, spec, grid) in placed.items():
-        leaf = leaves[path]
-        shard = leaf.sharding.shard_shape(leaf.shape)
-        whole = jax.process_count() == 1
-        placed[path] = (folder, dc.replace(spec, dtype=np.dtype(leaf.dtype)), grid if whole else grid.within(shard))
+        grid, leaf = also_at_rest(grid, spec, rest[path].rest), leaves[path]
+        alone = jax.process_count() == 1
+        placed[path] = (folder, spec, grid if alone else grid.within(leaf.sharding.shard_shape(leaf.shape)))
     return placed
 
 

@@ -36,7 +36,7 @@ def read_share(folder, degrees, fsdp):
         with open("/proc/self/io") as f:
             return int(f.readline().split()[1])
 
-    run = toy.Run(degrees, fsdp, config=toy.ToyTrainingConfig(embed=512, mlp=1024, vocab=512, layers=2))
+    run = toy.Run(degrees, fsdp, config=toy.ToyTrainingConfig(embed=1024, mlp=2048, vocab=2048, layers=2))
     with run.training(folder, keep=None) as training:
         if training.restore() is None:
             training.save(run.first())
