@@ -62,7 +62,7 @@ class Engine(NamedTuple):
     Attributes:
         gather_ends: (model, declared, to=) -> the model with all but its layers gathered from a split at rest.
         prefill: (model, declared, tokens, lengths, steps, dtype) -> the cache of the prompt, with room for so many
-            decode steps, and the logits after each row's last token, whole on the tensor axes.
+            decode steps, and the logits after each row's last token, whole on all of `pipe` and the tensor axes.
         decode_step: (model, declared, state, dtype) -> the cache with each row's last token, and the logits after it.
         cache_specs: how the cache is split.
     """

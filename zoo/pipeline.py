@@ -3,7 +3,7 @@
 Everything but `interleaved`, `as_declared` and the checks runs inside a model's own `shard_map`; shapes are one
 device's. A model gives a `stage`, which runs a chunk of its layers, and calls `through` round it: a `lax.scan` over the
 ticks of a schedule (`schedule.py`), each with one collective-permute to the next stage. JAX differentiates that: the
-backward pass goes through the same ticks in reverse, which is GPipe.
+backward pass goes through the same ticks in reverse, which is GPipe. `pipeline_gradients` has the schedule "1f1b".
 
 All devices run one program: an idle place computes on what lies there and its result is dropped.
 

@@ -14,10 +14,23 @@ from mesh_parity import assert_close, harsh
 from tiny_qwen3_5 import CONFIG as TINY
 from tiny_qwen3_5 import weights
 
+from shardzoo import checkpoints
 from shardzoo.errors import InputError
-from shardzoo.zoo import decoder, generate, layout, losses, pipeline, qwen3_5, qwen3_5_generate
-from shardzoo.zoo.families import find_preset
+from shardzoo.zoo import (
+    adapters,
+    decoder,
+    generate,
+    layout,
+    losses,
+    pipeline,
+    quantize,
+    qwen3_5,
+    qwen3_5_generate,
+)
+from shardzoo.zoo.families import config_to_json, find_preset
+from shardzoo.zoo.linears import linear_layers
 from shardzoo.zoo.mesh import Degrees, make_mesh
+from shardzoo.zoo.rope import Rope
 from shardzoo.zoo.schedule import IDLE, bubble, schedule
 
 B, S = 3, 13
@@ -213,35 +226,35 @@ def test_schedules_do_everything_once_in_time_and_keep_inputs_apart():
                 assert all(a[1] < b[0] for a, b in itertools.pairwise(spans))
 
 
-def products(jaxpr, times=1):
-    """How often matrix products are run by a jaxpr, those of its loops counted as often as they run."""
+def often(jaxpr, what, times=1):
+    """How often an operation is run by a jaxpr, that of its loops counted as often as they run."""
     count = 0
     for eqn in jaxpr.eqns:
-        count += times * (eqn.primitive.name == "dot_general")
+        count += times * (eqn.primitive.name == what)
         inner = times * eqn.params["length"] if eqn.primitive.name == "scan" else times
-        count += sum(products(sub, inner) for sub in jax.extend.core.jaxprs_in_params(eqn.params))
+        count += sum(often(sub, what, inner) for sub in jax.extend.core.jaxprs_in_params(eqn.params))
     return count
 
 
-def run_by(name, degrees, rounds=1, microbatches=None, train=False):
+def program(name, degrees, rounds=1, train=False, **options):
     family, declared, mesh, *_ = live(name, degrees, rounds)
-    model = layout.abstract(declared, mesh)
     tokens = jax.ShapeDtypeStruct((8, S), jnp.int32)
-    if train:
-        step = family.loss_and_grad(declared, mesh, microbatches=microbatches)
-        return products(jax.make_jaxpr(step)(model, tokens, tokens).jaxpr)
-    return products(jax.make_jaxpr(family.forward(declared, mesh, microbatches=microbatches))(model, tokens).jaxpr)
+    f = (family.loss_and_grad if train else family.forward)(declared, mesh, **options)
+    return jax.make_jaxpr(f)(layout.abstract(declared, mesh), tokens, *[tokens] * train).jaxpr
 
 
 @pytest.mark.parametrize("stages, microbatches, rounds", [(2, 2, 1), (4, 3, 1), (2, 4, 2), (4, 8, 1), (4, 8, 2)])
 def test_the_program_has_the_places_of_its_schedule(stages, microbatches, rounds):
-    """A stage's program runs so many chunks: the formula's share of them is idle."""
-    ends = 1  # the head, run once on all rows
-    layers = 8 // (stages * rounds)
-    a_layer = (run_by("deep", {}) - ends) // 8
-    ran = run_by("deep", dict(pipe=stages), rounds, microbatches) - ends
-    busy = rounds * microbatches * layers * a_layer
-    assert 1 - busy / ran == pytest.approx(bubble(stages, microbatches, rounds), abs=1e-12)
+    """A stage's program runs so many chunks, forward and backward: the formula's share of them is idle."""
+    idle, busy = bubble(stages, microbatches, rounds), rounds * microbatches
+    options = dict(rounds=rounds, microbatches=microbatches)
+    forward = program("deep", dict(pipe=stages), **options)
+    a_layer = (often(program("deep", {}), "dot_general") - 1) // 8  # all but the head, which is run once on all rows
+    chunks = (often(forward, "dot_general") - 1) / (a_layer * 8 // (stages * rounds))
+    assert 1 - busy / chunks == pytest.approx(idle, abs=1e-12)
+    assert often(forward, "ppermute") == chunks  # what each place sends on
+    train = program("deep", dict(pipe=stages), train=True, **options)
+    assert 1 - 2 * busy / often(train, "ppermute") == pytest.approx(idle, abs=1e-12)
 
 
 def compiled(name, degrees, train=False, **options):
@@ -280,6 +293,69 @@ def test_generation_through_stages(name, module):
         got.append(module.generate(declared, mesh)(model, TOKENS, LENGTHS, max_new_tokens=4))
     for one, two in zip(*got, strict=True):
         np.testing.assert_array_equal(np.asarray(one), np.asarray(two))
+
+
+@pytest.mark.slow
+def test_hidden_states_features_and_quantized_weights_with_adapters_through_stages():
+    """What `encode` and image-reading models ask for, of weights in other forms, is the same through two stages."""
+    config = dataclasses.replace(DENSE, rope=Rope(sections=(1, 1, 1)))
+    declared, draw = quantize.declare(decoder.declare(config), "int8"), np.random.default_rng(2)
+    values = {
+        k: draw.integers(-99, 99, p.shape).astype(np.int8) if p.fixed else 0.02 * v if k.endswith("scale") else v
+        for (k, p), v in zip(layout.named(declared).items(), layout.named(harsh(declared)).values(), strict=True)
+    }
+    factors = {}
+    for path, layer in linear_layers(declared).items():
+        lora = adapters.declare_lora(layer, 3)
+        a, b = (np.asarray(0.2 * draw.normal(size=s), np.float32) for s in (lora.a.shape, lora.b.shape))
+        factors[path] = adapters.Factors(a=a, b=b, ratio=np.ones(lora.ratio.shape, np.float32))
+    style = adapters.Adapter(name="style", strength=0.5, factors=factors)
+    given = dict(
+        features=draw.normal(size=(7, 16)).astype(np.float32),
+        places=np.where(draw.random((B, S)) < 0.4, draw.integers(0, 7, (B, S)), -1),
+        positions=draw.integers(0, 9, (B, S, 3)),
+        mask=LEFT,
+    )
+    got = []
+    for degrees, options in (({}, {}), (dict(pipe=2, tensor=2, context=2), dict(in_place=True)), (dict(pipe=4), {})):
+        mesh = make_mesh(**degrees)
+        live = layout.place(declared, mesh, layout.fill(declared, values))
+        both = adapters.attach(declared, live, mesh, [style])
+        f = decoder.forward(both[0], mesh, hidden_states=(0, 1, 3, 4), **options)
+        got.append(jax.tree.map(np.asarray, jax.jit(f)(both[1], TOKENS, **given)))
+    assert_close(got[1], got[0])
+    assert_close(got[2], got[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dense", "hybrid"])
+def test_sixteen_bits_through_stages(name):
+    family, config, values = MODELS[name]
+    declared = family.declare(config, jnp.bfloat16)
+    host = jax.tree.map(lambda v: v.astype(jnp.bfloat16), values(family.declare(config)))
+    got = []
+    for degrees in ({}, dict(pipe=2, context=2)):
+        mesh = make_mesh(**degrees)
+        f = jax.jit(family.forward(declared, mesh))
+        out = f(layout.place(declared, mesh, host), TOKENS, lengths=LENGTHS)
+        got.append(np.asarray(out, np.float32) * (np.arange(S) < LENGTHS[:, None])[..., None])
+    assert np.abs(got[0] - got[1]).max() <= 3e-2 * np.abs(got[0]).max()
+
+
+def test_checkpoints_from_before_the_split_restore_onto_stages(tmp_path):
+    """The split that a manifest names is that of the day; what is read is what the mesh's devices hold."""
+
+    def without(p):
+        split = {d: tuple(a for a in p.axes(d) if a != "pipe") for d in p.names}
+        return dataclasses.replace(p, split={d: a for d, a in split.items() if a})
+
+    declared = decoder.declare(DENSE)
+    old, values = jax.tree.map(without, declared), harsh(declared)
+    header = checkpoints.ManifestHeader(family="decoder", config=config_to_json(DENSE))
+    checkpoints.save(tmp_path / "c", layout.place(old, make_mesh(tensor=2), values), old, header=header)
+    model = checkpoints.restore(tmp_path / "c", make_mesh(pipe=2, tensor=2), verify=True)
+    for got, want in zip(jax.tree.leaves(model), jax.tree.leaves(values), strict=True):
+        np.testing.assert_array_equal(np.asarray(got), want)
 
 
 def test_refusals():
