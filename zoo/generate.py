@@ -300,7 +300,8 @@ def generate(
     included. Results do not depend on the mesh, on padding, or on the other rows.
 
     run's arguments, beside the live model:
-        tokens, lengths: prompts padded on the right, and their lengths; a row of length 0 gets nothing.
+        tokens, lengths: prompts padded on the right, and their lengths (`padded_right` gives both); a row of length 0
+            gets nothing.
         max_new_tokens: the most tokens for a row.
         temperature, top_k, top_p: see `Sampling`; the default takes the likeliest token.
         key: of the sampling noise; `jax.random.key(0)` if not given.
@@ -380,6 +381,25 @@ def stream(
             state = advance(model, state, key, stops, until, sampling=sampling)
 
     return run
+
+
+def padded_right(
+    tokens: Int[np.ndarray, "batch seq"], mask: Bool[np.ndarray, "batch seq"]
+) -> tuple[Int[np.ndarray, "batch seq"], Int[np.ndarray, " batch"]]:
+    """Prompts that are padded on any side as `generate` takes them, on the right, and their lengths.
+
+    `mask` is True for tokens that count.
+
+    Raises:
+        InputError: padding between the tokens of a row.
+    """
+    lengths, first = mask.sum(axis=1), mask.argmax(axis=1)
+    place = np.arange(tokens.shape[1])
+    kept = place < lengths[:, None]
+    order = (first[:, None] + place) % max(tokens.shape[1], 1)
+    torn = np.flatnonzero((kept & ~np.take_along_axis(mask, order, axis=1)).any(axis=1)).tolist()
+    fail_if([f"rows {torn} have padding between their tokens: take it out"] if torn else [], "padded_right: mask")
+    return np.where(kept, np.take_along_axis(tokens, order, axis=1), 0), lengths
 
 
 def complete(

@@ -267,7 +267,7 @@ def _experts(text: Mapping[str, Any]) -> Iterator[str]:
     if mixed:
         yield (
             f"num_experts={experts}: {mixed} of the {layers} layers are mixtures of experts, which are not"
-            " supported: only dense ones are (num_experts=0)"
+            " supported: only dense ones are (num_experts=0); choose a model without experts"
         )
 
 

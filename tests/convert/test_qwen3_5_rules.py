@@ -163,6 +163,19 @@ def test_what_is_not_supported_is_refused_by_name(change, words):
         read_config({**TEXT, **change}, {})
 
 
+def test_experts_are_refused_before_a_byte_of_them_is_read(tmp_path):
+    """Qwen3-Next-80B by its config: 512 experts in every layer, in a file that is one long hole."""
+    keys = {k: v for k, v in text_keys("model.").items() if ".mlp." not in k}
+    block = "model.layers.{}.mlp.experts.{}.{}_proj.weight"
+    keys |= {block.format(i, e, n): (512, 2048) for i in (0, 63) for e in range(512) for n in ("gate", "up")}
+    source = write_hollow(tmp_path / "source", keys, {**TEXT, "model_type": "qwen3_next"})
+    with pytest.raises(InputError) as refused:
+        convert(source, tmp_path / "ckpt", sync=False)
+    for part in ("num_experts=512: 64 of the 64 layers are mixtures of experts", "choose a model without experts"):
+        assert part in str(refused.value)
+    assert not (tmp_path / "ckpt").exists()
+
+
 def test_a_file_of_another_depth_is_named(tmp_path):
     keys = {k: v for k, v in PUBLISHED["text"][0].items() if ".layers.63." not in k and ".layers.62." not in k}
     with pytest.raises(InputError, match="layers 0 to 61, the config says 64"):

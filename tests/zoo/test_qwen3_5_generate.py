@@ -14,7 +14,7 @@ from shardzoo.cli.topology import topology_devices
 from shardzoo.errors import InputError
 from shardzoo.zoo import layout, qwen3_5
 from shardzoo.zoo.families import find_family
-from shardzoo.zoo.generate import State
+from shardzoo.zoo.generate import State, padded_right
 from shardzoo.zoo.mesh import Degrees, make_mesh
 from shardzoo.zoo.qwen3_5_generate import ENGINE, complete, generate, stream
 
@@ -93,6 +93,38 @@ def test_a_row_does_not_depend_on_the_others_or_on_padding(step_by_step):
     assert np.asarray(tokens)[0].tolist() == step_by_step[0] and np.asarray(counts).tolist() == [NEW, 0]
     tokens, _ = run(model, wide, np.array([19, 12]), max_new_tokens=NEW)
     assert np.asarray(tokens).tolist() == [step_by_step[0], step_by_step[2]]
+
+
+def on_side(side, width=24):
+    """The prompts padded on the left, on the right, or on both sides, and their mask."""
+    tokens, mask = np.full((3, width), 239), np.zeros((3, width), bool)
+    for row, (prompt, n) in enumerate(zip(TOKENS, LENGTHS, strict=True)):
+        at = {"left": width - n, "right": 0, "both": (width - n) // 2}[side]
+        tokens[row, at : at + n], mask[row, at : at + n] = prompt[:n], True
+    return tokens, mask
+
+
+@pytest.mark.parametrize("side", ["left", "right", "both"])
+def test_prompts_padded_on_any_side_are_the_same_prompts(side):
+    tokens, lengths = padded_right(*on_side(side))
+    assert lengths.tolist() == LENGTHS.tolist() and tokens.shape == (3, 24)
+    for row, prompt, n in zip(tokens, TOKENS, LENGTHS, strict=True):
+        assert row[:n].tolist() == prompt[:n].tolist() and not row[n:].any()
+    torn = on_side(side)[1]
+    torn[2, torn[2].argmax() + 1] = False
+    with pytest.raises(InputError, match=r"rows \[2\] have padding between their tokens"):
+        padded_right(tokens, torn)
+    empty, none = padded_right(TOKENS, np.zeros_like(TOKENS, bool))
+    assert not empty.any() and none.tolist() == [0, 0, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("degrees", [{}, dict(context=2, tensor=2)], ids=str)
+@pytest.mark.parametrize("side", ["left", "both"])
+def test_padding_on_any_side(step_by_step, side, degrees):
+    declared, mesh, model = live(degrees)
+    tokens, _ = generate(declared, mesh)(model, *padded_right(*on_side(side)), max_new_tokens=NEW)
+    assert np.asarray(tokens).tolist() == step_by_step
 
 
 @pytest.mark.slow
