@@ -114,7 +114,7 @@ def convolve(
     weight: Float[Array, "out channels *window"],
     borders: Sequence[Border],
     strides: Sequence[int],
-) -> Float[Array, "*lead out_rows out_width out"]:
+) -> Float[Array, "*out_lead out_rows out_width out"]:
     """x * weight, in x's dtype; `borders` of zeros and `strides` for each dim of the window.
 
     On a CPU the kernel is laid out before: XLA's fast convolutions there take the window first and output channels

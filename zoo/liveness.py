@@ -42,6 +42,8 @@ _MADE = frozenset(
 # What reads its operands out of memory: they are made before it.
 _SHAPES = frozenset((ALIAS, "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "pvary", "pcast"))
 _READS = _MADE - {"gather", "cumsum", "argmax", "argmin", "dynamic_update_slice"}
+# What cannot take the place of what it is made from: what is only moved, and what reads all of it for each result.
+_APART = (VIEWS - {CAST}) | (_MADE - {"dynamic_update_slice", "scatter", "scatter-add"})
 LANES, SUBLANES = 128, 8  # of a TPU's tile; numbers of 16 and 8 bits lie in it packed
 
 
@@ -109,6 +111,7 @@ class _Program:
         self.roots: dict[int, frozenset[int]] = {id(v): frozenset([id(v)]) for v in given}
         self.values: dict[int, Value] = {id(v): v for v in given}
         self.made: set[int] = set()
+        self.repeated: set[int] = set()  # those made by repetition of fewer numbers
         self.final: dict[tuple[int, frozenset[str]], list[Step]] = {}
         self._decide()
 
@@ -166,10 +169,12 @@ class _Program:
             r.name == "pallas_call" for r in self._final_readers(value, _SHAPES)
         ):
             return True
-        return count(value.aval) > source and any(
-            r.name in _READS or (r.name == "reshape" and r.outputs[0].aval.shape[-1:] != value.aval.shape[-1:])
-            for r in direct
-        )
+        if step.name == "reshape" and id(step.inputs[0]) in self.repeated:
+            return value.aval.shape[-1:] != step.inputs[0].aval.shape[-1:]
+        moved = any(r.name == "reshape" and r.outputs[0].aval.shape[-1:] != value.aval.shape[-1:] for r in direct)
+        if count(value.aval) > source and (moved or any(r.name in _READS for r in direct)):
+            self.repeated.add(id(value))
+        return id(value) in self.repeated
 
     def _final_readers(self, value: Value, through: frozenset[str] = VIEWS) -> list[Step]:
         """What reads it, through views (or those of them that are named); each step once."""
@@ -220,7 +225,7 @@ class _Program:
             inputs: Sequence[Value] = step.inputs[consts : consts + carry]
         elif step.name == "while":
             inputs = step.inputs[step.eqn.params["cond_nconsts"] + step.eqn.params["body_nconsts"] :]
-        elif step.name in _MADE and step.name not in ("dynamic_update_slice", "scatter", "scatter-add"):
+        elif step.name in _APART:
             return 0.0
         else:
             inputs = step.inputs
