@@ -102,6 +102,19 @@ def test_steps_are_those_of_one_device(one_device, degrees, fsdp, options):
 
 
 @slow
+def test_update_of_a_pipeline_that_goes_forward_and_back_in_turn(one_device):
+    """`decoder.loss_and_grad` gives what `make_update` needs: three steps of it are those of one device."""
+    declared, mesh, model = made(dict(pipe=3, data=2), True)
+    state = optimizer_state.init(ADAMW, model, declared, mesh)
+    step = training.make_update(decoder.loss_and_grad(declared, mesh, microbatches=2), ADAMW, declared, mesh)
+    for tokens in BATCHES:
+        labels, counts = losses.next_tokens(tokens, lengths=LENGTHS)
+        model, state, _ = step(model, state, tokens, labels, counts, lengths=LENGTHS)
+    lies((model, state), (declared, optimizer_state.declare(ADAMW, declared)), mesh)
+    assert_close(*(jax.tree.map(np.asarray, x) for x in ((layout.named(model), layout.named(state)), one_device[1:])))
+
+
+@slow
 def test_step_is_that_of_the_optimizer_alone(one_device):
     declared, mesh, model = made({})
     loss = loss_of(declared, mesh)
