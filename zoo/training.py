@@ -58,7 +58,7 @@ class Metrics(NamedTuple):
 class Step(Protocol):
     """See `make_step`."""
 
-    def __call__(self, model: Any, opt_state: Any, *inputs: Any) -> tuple[Any, Any, Metrics]: ...
+    def __call__(self, model: Any, opt_state: Any, *inputs: Any, **named: Any) -> tuple[Any, Any, Metrics]: ...
 
 
 def make_step(
@@ -85,6 +85,28 @@ def make_step(
         InputError: leaves to be trained that hold whole numbers or quantized values; a pattern that matches no leaf.
     """
     patterns = trainable if trainable is None or isinstance(trainable, str) else tuple(trainable)
+
+    def loss_and_grad(model: Any, *inputs: Any, **named: Any) -> tuple[Float[Array, ""], Any]:
+        chosen, frozen = split_trainable(model, patterns)
+        return jax.value_and_grad(lambda part: loss(eqx.combine(part, frozen), *inputs, **named))(chosen)
+
+    return make_update(loss_and_grad, optimizer, declared, mesh, trainable=patterns)
+
+
+def make_update(
+    loss_and_grad: Callable[..., tuple[Float[Array, ""], Any]],
+    optimizer: Optimizer,
+    declared: Any,
+    mesh: Mesh | AbstractMesh,
+    *,
+    trainable: str | Iterable[str] | None = None,
+) -> Step:
+    """`make_step` of a function that gives loss and gradients of the trained leaves by itself.
+
+    `decoder.loss_and_grad` and `qwen3_5.loss_and_grad` are such, for pipelines whose stages run forward and backward in
+    turn. Arguments and errors are those of `make_step`.
+    """
+    patterns = trainable if trainable is None or isinstance(trainable, str) else tuple(trainable)
     whole = [
         f"{path}: {param.dtype} has no gradient"
         for path, param in layout.named(trainable_part(declared, patterns)).items()
@@ -92,9 +114,9 @@ def make_step(
     ]
     fail_if(whole, "make_step: pass trainable= without these leaves")
 
-    def step(model: Any, opt_state: Any, *inputs: Any) -> tuple[Any, Any, Metrics]:
+    def step(model: Any, opt_state: Any, *inputs: Any, **named: Any) -> tuple[Any, Any, Metrics]:
         chosen, frozen = split_trainable(model, patterns)
-        value, gradients = jax.value_and_grad(lambda part: loss(eqx.combine(part, frozen), *inputs))(chosen)
+        value, gradients = loss_and_grad(model, *inputs, **named)
         updates, opt_state = optimizer.update(gradients, opt_state, chosen)
         chosen = jax.tree.map(lambda weight, update: (weight + update).astype(weight.dtype), chosen, updates)
         return eqx.combine(chosen, frozen), opt_state, Metrics(value, global_norm(gradients))
