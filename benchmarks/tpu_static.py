@@ -96,6 +96,8 @@ def _read(path: str) -> Kernel | None:
     bundles = _bundles(listings[0])
     count = min(len(bundles), len(uses))
     grid = [n for n in range(count) if bundles[n][1] >= 1]
+    if not grid:
+        return None  # a fusion without a loop, no kernel over a grid
     first, last = grid[0], grid[-1]
     stretches, every, per_row, at = [], 0, 0, first
     for start, stop in [*_skipped(bundles, first, last), (last + 1, last + 1)]:

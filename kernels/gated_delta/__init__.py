@@ -3,10 +3,10 @@
     out, state = gated_delta(q, k, v, log_decay, beta, state=state)
 
 `reference` is the definition, token by token; `chunked` does the same work on matrices of a chunk of tokens, on every
-platform; `tpu` is a hand-written Pallas kernel that does so. Without a named implementation the platform's kernel runs
-if it takes the call, else `chunked`. `gated_delta_parts` also says how outputs and final state depend on the initial
-state, which a sequence that is split over devices needs: its shards run at once, and learn of the state before them
-afterwards.
+platform; `tpu` and `gpu` are hand-written Pallas kernels that do so. Without a named implementation the platform's
+kernel runs if it takes the call, else `chunked`. `gated_delta_parts` also says how outputs and final state depend on
+the initial state, which a sequence that is split over devices needs: its shards run at once, and learn of the state
+before them afterwards.
 """
 
 import jax
@@ -50,7 +50,7 @@ def gated_delta(
         state: before the first token; None is zeros.
         mask: False for tokens that leave the state as it is, for padding on any side; their outputs mean nothing.
         scale: of q; None is 1 / sqrt(key_dim).
-        implementation: "reference", "chunked" or "tpu"; None is what `which_implementation` names.
+        implementation: "reference", "chunked", "tpu" or "gpu"; None is what `which_implementation` names.
 
     Raises:
         InputError: sizes that contradict each other, or a named implementation that is unknown or cannot take the call.

@@ -12,7 +12,7 @@ from shardzoo.kernels.flash_attention.choice import Plan, known_platform
 from shardzoo.kernels.gated_delta.options import Call, Result
 
 # The platforms that have a kernel, by the name that lowering uses, and the module that holds it.
-KERNELS = {"tpu": "tpu"}
+KERNELS = {"tpu": "tpu", "cuda": "gpu"}
 IMPLEMENTATIONS = ("reference", "chunked", *KERNELS.values())
 
 

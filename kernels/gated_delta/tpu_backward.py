@@ -131,7 +131,7 @@ class _Backward(Step):
         beta, between = self.beta(chunk, head), it.decays.between
         d_put = product(had.added, after, 1, 1, low=low)
         key = self.keys(chunk, head).astype(jnp.float32)
-        keys.k += d_readers[:CHUNK] + column(between[CHUNK - 1 :] * beta) * d_put
+        keys.k += d_readers[:CHUNK] + widened(column(between[CHUNK - 1 :] * beta), plan.key_dim) * d_put
         keys.q += d_readers[CHUNK:]
         d_lower = jnp.where(row > col, -product(d_values, had.added, 1, 1, low=low), 0.0) * between
         d_look = product(d_out, had.added, 1, 1, low=low) * between

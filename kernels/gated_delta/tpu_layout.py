@@ -90,7 +90,7 @@ def plan_of(step: Pass, call: Call, scale: float) -> Plan:
     key_dim, value_dim = _whole(call.k.shape[-1]), _whole(value_dim)
     tokens, together = TOGETHER[step]
     if max(key_dim, value_dim) > LANES:
-        tokens, together = tokens // 2, 1
+        tokens, together = max(CHUNK, tokens // 2), 1
     return Plan(
         batch=batch,
         seq=seq,

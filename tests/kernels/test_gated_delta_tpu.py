@@ -80,11 +80,15 @@ def test_masks():
 @pytest.mark.slow
 @pytest.mark.parametrize("decay", [0.05, np.inf])
 def test_parts(decay):
+    """What is left of the identity may be small: its error is relative to the identity that it begins as."""
     x = inputs(150, batch=1, key_heads=1, group=2, key_dim=16, value_dim=24, decay=decay)
     with jax.enable_x64(True):
         want = every_part(x, "reference", np.float64)
     with interpreted():
-        agree(every_part(x, "tpu", np.float32), want, TOLERANCE)
+        got = every_part(x, "tpu", np.float32)
+    left = got.pop("transition") - want.pop("transition")
+    assert np.abs(left).max() <= TOLERANCE
+    agree(got, want, TOLERANCE)
 
 
 def rms(x):
