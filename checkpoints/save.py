@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Shaped
 
-from shardzoo.checkpoints import distributed, sums
+from shardzoo.checkpoints import distributed, pages, sums
 from shardzoo.checkpoints.checkpoint import Checkpoint
 from shardzoo.checkpoints.forms import whole_path
 from shardzoo.checkpoints.grid import Block, Grid, LeafSpec
@@ -223,7 +223,7 @@ def gather(
     shards: Mapping[tuple[tuple[int, int], ...], Array | Shaped[np.ndarray, "..."]], dtype: np.dtype, at: Block
 ) -> Shaped[np.ndarray, "..."]:
     """One block of a leaf on the host, out of the shards (by their ranges) that this process has."""
-    whole = np.empty([s.stop - s.start for s in at], dtype)
+    whole = pages.empty([s.stop - s.start for s in at], dtype)
     for region, data in shards.items():
         both = [(max(s.start, a), min(s.stop, b)) for s, (a, b) in zip(at, region, strict=True)]
         if any(a >= b for a, b in both):

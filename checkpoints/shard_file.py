@@ -13,7 +13,7 @@ import google_crc32c
 import numpy as np
 from jaxtyping import Shaped, UInt8
 
-from shardzoo.checkpoints import sums
+from shardzoo.checkpoints import pages, sums
 from shardzoo.checkpoints.grid import Block, Grid, index_of
 
 BAND = 4 << 20  # bytes of chunks that are summed, encoded and written together, where one chunk is not more
@@ -38,7 +38,7 @@ def write_shard(
         total = sums.add(total, sums.of_block(values[index_of(band)], at, shape))
         chunks = _chunks(bits[index_of(band)], grid.inner)
         size = _chunk_bytes(grid, values.itemsize) * math.prod(chunks.shape[: values.ndim])
-        buffer = buffer if buffer.size >= size else np.empty(size, np.uint8)
+        buffer = buffer if buffer.size >= size else pages.empty([size], np.uint8)
         _encode(chunks, buffer[:size])
         _write_all(handle, buffer[:size].data)
     index = _index(grid, values.shape, _chunk_bytes(grid, values.itemsize))

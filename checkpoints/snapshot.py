@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Shaped
 
+from shardzoo.checkpoints import pages
 from shardzoo.checkpoints.grid import Block, Grid
 from shardzoo.checkpoints.save import gather, inside, owned, ranges
 from shardzoo.zoo.layout import HOST
@@ -54,5 +55,5 @@ def take(leaf: Array) -> Snapshot:
 
 def _copy(data: Array) -> Shaped[np.ndarray, "..."] | Array:
     if next(iter(data.devices())).platform == "cpu" or data.sharding.memory_kind == HOST:
-        return np.array(data)
+        return pages.copy(np.asarray(data))
     return jax.device_put(data, data.sharding.with_memory_kind(HOST))

@@ -1,0 +1,30 @@
+"""Host memory for large blocks that come and go: in pages of its own, so that it goes back to the system at once.
+
+Left to the heap, the blocks that many threads write and free stay resident between what lives longer.
+"""
+
+import math
+import mmap
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Shaped
+
+LEAST = 64 << 10  # bytes: less than this is left to the heap
+
+
+def empty(shape: Sequence[int], dtype: Any) -> Shaped[np.ndarray, "..."]:
+    """An array to be filled."""
+    dtype = np.dtype(dtype)
+    nbytes = math.prod(shape) * dtype.itemsize
+    if nbytes < LEAST:
+        return np.empty(tuple(shape), dtype)
+    return np.frombuffer(mmap.mmap(-1, nbytes), np.uint8).view(dtype).reshape(tuple(shape))
+
+
+def copy(values: Shaped[np.ndarray, "..."]) -> Shaped[np.ndarray, "..."]:
+    """The same values."""
+    made = empty(values.shape, values.dtype)
+    made[...] = values
+    return made
