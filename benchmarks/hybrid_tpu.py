@@ -21,7 +21,7 @@ from jax import P
 from shardzoo import zoo
 from shardzoo.cli.topology import COLLECTIVE, topology_devices
 from shardzoo.zoo import layout, qwen3_5
-from shardzoo.zoo.cache import Cache
+from shardzoo.zoo.cache import Cache, spare_slots
 from shardzoo.zoo.delta_net import Recurrent
 from shardzoo.zoo.generate import State
 from shardzoo.zoo.mesh import CONTEXT, DATA
@@ -51,11 +51,13 @@ def prefill(declared, mesh, tokens):
 
 def decode(declared, mesh, tokens):
     c = CONFIG
-    kv = shape(c.super_blocks, 1, tokens + 1, c.kv_heads, c.head_dim, dtype=jnp.bfloat16)
+    slots = tokens + spare_slots(1, 1)
+    kv = shape(c.super_blocks, 1, slots, c.kv_heads * c.head_dim, dtype=jnp.bfloat16)
     delta = c.layers - c.super_blocks
     channels = 2 * c.key_heads * c.key_dim + c.value_heads * c.value_dim
     cache = HybridCache(
-        attn=Cache(k=kv, v=kv, positions=shape(1, tokens + 1)),
+        attn=Cache(k=kv, v=kv, positions=shape(1, slots)),
+        shift=shape(1),
         delta=Recurrent(
             tail=shape(delta, 1, c.taps - 1, channels, dtype=jnp.bfloat16),
             state=shape(delta, 1, c.value_heads, c.key_dim, c.value_dim, dtype=jnp.float32),

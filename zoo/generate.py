@@ -14,7 +14,8 @@ says. The weights are read in place: no gradient flows through generation.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import equinox as eqx
@@ -65,12 +66,14 @@ class Engine(NamedTuple):
             decode steps, and the logits after each row's last token, whole on all of `pipe` and the tensor axes.
         decode_step: (model, declared, state, dtype) -> the cache with each row's last token, and the logits after it.
         cache_specs: how the cache is split.
+        beside: what else of a prompt `prefill` takes by name, and how it is split.
     """
 
     gather_ends: Callable[..., Any]
     prefill: Callable[..., tuple[Any, Array]]
     decode_step: Callable[..., tuple[Any, Array]]
     cache_specs: Any
+    beside: Mapping[str, P] = MappingProxyType({})
 
     @property
     def state_specs(self) -> State:
@@ -204,6 +207,7 @@ def _start(
     lengths: Int[Array, " batch"],
     key: Key[Array, ""],
     stop_ids: Int[Array, " stops"],
+    beside: dict[str, Array],
     *,
     declared: eqx.Module,
     engine: Engine,
@@ -213,7 +217,7 @@ def _start(
 ) -> State:
     """One device's state after the prompt, with the first token chosen. Rows of length 0 are done."""
     model = engine.gather_ends(model, declared, to="invarying")
-    cache, logits = engine.prefill(model, declared, tokens, lengths, new - 1, dtype)
+    cache, logits = engine.prefill(model, declared, tokens, lengths, new - 1, dtype, **beside)
     batch, step = tokens.shape[0], jnp.zeros((), jnp.int32)
     none = varying_over(jnp.zeros(batch, jnp.int32), frozenset({DATA}))
     state = State(
@@ -265,11 +269,14 @@ class _Programs:
         specs = (layout.specs(self.declared), *inputs)
         return jax.shard_map(f, mesh=self.mesh, in_specs=specs, out_specs=self.engine.state_specs, check_vma=True)
 
-    def start(self, model, tokens, lengths, key, stop_ids, *, sampling: Sampling, new: int) -> State:
-        tokens = pad(tokens, self.mesh.shape[DATA], self.mesh.shape[CONTEXT])
-        lengths = pad(lengths, self.mesh.shape[DATA], 1)
-        f = self._shard(_start, (P(DATA, CONTEXT), P(DATA), P(), P()), sampling=sampling, new=new)
-        return f(model, tokens, lengths, key, stop_ids)
+    def start(
+        self, model, tokens, lengths, key, stop_ids, beside=MappingProxyType({}), *, sampling: Sampling, new: int
+    ) -> State:
+        ways, specs = (self.mesh.shape[DATA], self.mesh.shape[CONTEXT]), {k: self.engine.beside[k] for k in beside}
+        beside = {k: pad(v, *ways) if specs[k] == P(DATA, CONTEXT) else v for k, v in beside.items()}
+        tokens, lengths = pad(tokens, *ways), pad(lengths, self.mesh.shape[DATA], 1)
+        f = self._shard(_start, (P(DATA, CONTEXT), P(DATA), P(), P(), specs), sampling=sampling, new=new)
+        return f(model, tokens, lengths, key, stop_ids, beside)
 
     def advance(self, model, state: State, key, stop_ids, until, *, sampling: Sampling) -> State:
         f = self._shard(_advance, (self.engine.state_specs, P(), P(), P()), sampling=sampling)
@@ -279,6 +286,14 @@ class _Programs:
 def _arrays(tokens: Host, lengths: Host, key: Array | None, stop_ids: Sequence[int]) -> tuple[Array, ...]:
     key = jax.random.key(0) if key is None else key
     return jnp.asarray(tokens, jnp.int32), jnp.asarray(lengths, jnp.int32), key, jnp.asarray(stop_ids, jnp.int32)
+
+
+def _beside(engine: Engine, given: Mapping[str, Host] | None) -> dict[str, Array]:
+    """What else of the prompt is given, for an engine that takes it."""
+    unknown = sorted({*(given or {})} - {*engine.beside})
+    known = ", ".join(engine.beside) or "nothing"
+    fail_if([f"beside: {unknown} are not what this family takes: {known} is"] if unknown else [], "generate")
+    return {name: jnp.asarray(value) for name, value in (given or {}).items()}
 
 
 def on_host(x: Array) -> np.ndarray:
@@ -294,7 +309,7 @@ def _check(max_new_tokens: int) -> None:
 def generate(
     declared: eqx.Module, mesh: Mesh | AbstractMesh, *, dtype: Any = None, engine: Engine = DECODER
 ) -> Callable[..., tuple[Int[Array, "batch new"], Int[Array, " batch"]]]:
-    """The function `run(model, tokens, lengths, *, max_new_tokens, temperature, top_k, top_p, key, stop_ids)`.
+    """The function `run(model, tokens, lengths, *, max_new_tokens, temperature, top_k, top_p, key, stop_ids, beside)`.
 
     It returns the new tokens (batch, max_new_tokens), zeros after the end, and how many each row has, a stop token
     included. Results do not depend on the mesh, on padding, or on the other rows.
@@ -306,6 +321,8 @@ def generate(
         temperature, top_k, top_p: see `Sampling`; the default takes the likeliest token.
         key: of the sampling noise; `jax.random.key(0)` if not given.
         stop_ids: tokens that end a row.
+        beside: what else of the prompt the family takes, by name: of Qwen3.5 `positions`, `features` and `places`, as
+            its forward pass does, for images among the tokens.
 
     Args:
         dtype: of activations and cache; None is that of the weights.
@@ -317,8 +334,8 @@ def generate(
     programs = _Programs(declared, mesh, dtype, engine)
 
     @functools.partial(jax.jit, static_argnames=("sampling", "new"))
-    def whole(model, tokens, lengths, key, stop_ids, *, sampling, new):
-        state = programs.start(model, tokens, lengths, key, stop_ids, sampling=sampling, new=new)
+    def whole(model, tokens, lengths, key, stop_ids, beside, *, sampling, new):
+        state = programs.start(model, tokens, lengths, key, stop_ids, beside, sampling=sampling, new=new)
         state = programs.advance(model, state, key, stop_ids, jnp.int32(new), sampling=sampling)
         return state.tokens[: len(tokens)], state.lengths[: len(tokens)]
 
@@ -334,10 +351,12 @@ def generate(
         top_p: float | None = None,
         key: Key[Array, ""] | None = None,
         stop_ids: Sequence[int] = (),
+        beside: Mapping[str, Host] | None = None,
     ) -> tuple[Int[Array, "batch new"], Int[Array, " batch"]]:
         _check(max_new_tokens)
         sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
-        return whole(model, *_arrays(tokens, lengths, key, stop_ids), sampling=sampling, new=max_new_tokens)
+        given = (*_arrays(tokens, lengths, key, stop_ids), _beside(engine, beside))
+        return whole(model, *given, sampling=sampling, new=max_new_tokens)
 
     return run
 
@@ -365,11 +384,13 @@ def stream(
         top_p: float | None = None,
         key: Key[Array, ""] | None = None,
         stop_ids: Sequence[int] = (),
+        beside: Mapping[str, Host] | None = None,
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         _check(max_new_tokens)
         sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
         prompts, sizes, key, stops = _arrays(tokens, lengths, key, stop_ids)
-        state = start(model, prompts, sizes, key, stops, sampling=sampling, new=max_new_tokens)
+        given = _beside(engine, beside)
+        state = start(model, prompts, sizes, key, stops, given, sampling=sampling, new=max_new_tokens)
         shown, batch = 0, len(tokens)
         while True:
             step, running = int(state.step), bool(state.running)

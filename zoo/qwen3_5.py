@@ -357,7 +357,7 @@ def forward(
         features: Float[Host, "rows embed"] | None = None,
         places: Int[Host, "batch seq"] | None = None,
     ) -> Float[Array, "batch seq vocab"]:
-        fail_if(_problems(declared.config, lengths, mask, positions, features, places), "qwen3_5.forward")
+        fail_if(input_problems(declared.config, lengths, mask, positions, features, places), "qwen3_5.forward")
         given = {"tokens": tokens, "lengths": lengths, "mask": mask, "positions": positions, "places": places}
         cut = pipeline.microbatches_for(microbatches, mesh, tokens.shape[0])
         arrays = {k: pad(jnp.asarray(v), mesh.shape[DATA] * cut, seq_ways) for k, v in given.items() if v is not None}
@@ -451,7 +451,7 @@ def loss_and_grad(
         features: Float[Host, "rows embed"] | None = None,
         places: Int[Host, "batch seq"] | None = None,
     ) -> tuple[Float[Array, ""], Qwen35]:
-        problems = _problems(declared.config, lengths, mask, positions, features, places)
+        problems = input_problems(declared.config, lengths, mask, positions, features, places)
         fail_if(problems, "qwen3_5.loss_and_grad")
         given = {"lengths": lengths, "mask": mask, "positions": positions, "places": places}
         return step(model, tokens, labels, counts, features, **given)
@@ -473,7 +473,8 @@ def _seq_ways(mesh: Mesh | AbstractMesh, residual: Residual) -> int:
     return mesh.shape[CONTEXT] * (1 if residual == "whole" else mesh.shape[TP[0]] * mesh.shape[TP[1]])
 
 
-def _problems(config: Config, lengths, mask, positions, features, places) -> Iterator[str]:
+def input_problems(config: Config, lengths, mask, positions, features, places) -> Iterator[str]:
+    """What is wrong with the inputs of a forward pass, or of a prompt."""
     if lengths is not None and mask is not None:
         yield "lengths and mask were both given: give one of them"
     if (features is None) != (places is None):

@@ -4,18 +4,22 @@
     tokens, lengths = run(model, prompts, prompt_lengths, max_new_tokens=64, stop_ids=(2,))
 
 Attention layers have keys and values of every token, split over `context`; DeltaNet layers a convolution tail and a
-state, whose size does not grow; both lie with their layers, split over `pipe`. Per decode step and layer: two
-all-reduces over the tensor axes, and in an attention layer one all-gather of the partial attention over `context`. The
-DeltaNet part of a step is repeated on the devices of `context`, and needs none of them.
+state, whose size does not grow; both lie with their layers, split over `pipe`. Images in a prompt come by `beside`
+(`generate.generate`): places and positions of `qwen3_5_inputs`, features of `qwen3_5_vision`.
+
+Per decode step and layer: two all-reduces over the tensor axes, and in an attention layer one all-gather of the partial
+attention over `context`. The DeltaNet part of a step is repeated on the devices of `context`, and needs none of them.
 """
 
 import functools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax import lax
+from jax import P, lax
 from jaxtyping import Array, Float, Int
 
+from shardzoo.errors import fail_if
+from shardzoo.kernels.flash_attention.options import varying_like
 from shardzoo.zoo import generate as shared
 from shardzoo.zoo import layout, pipeline
 from shardzoo.zoo.attention import attention, cached_attention
@@ -24,17 +28,18 @@ from shardzoo.zoo.decoder import sequence_positions
 from shardzoo.zoo.delta_net import RECURRENT_SPECS, Recurrent, empty_recurrent
 from shardzoo.zoo.generate import Engine, State, check_prompts, last_rows, next_logits
 from shardzoo.zoo.in_place import block_at
-from shardzoo.zoo.mesh import KV, PIPE
-from shardzoo.zoo.qwen3_5 import Config, Qwen35, gather_ends, rotary
+from shardzoo.zoo.mesh import CONTEXT, DATA, KV, PIPE
+from shardzoo.zoo.qwen3_5 import Config, Qwen35, gather_ends, input_problems, rotary
 
 __all__ = ["ENGINE", "check_prompts", "complete", "generate", "stream"]
 
 
 class HybridCache(NamedTuple):
-    """What both kinds of layer keep."""
+    """What both kinds of layer keep, and by how much positions of new tokens are ahead of the number of tokens."""
 
     attn: Cache
     delta: Recurrent
+    shift: Int[Array, " batch"]
 
 
 Carry = tuple[Float[Array, "batch seq embed"], HybridCache]
@@ -47,19 +52,30 @@ def prefill(
     lengths: Int[Array, " batch"],
     steps: int,
     dtype: Any,
+    *,
+    positions: Int[Array, "batch seq axes"] | None = None,
+    features: Float[Array, "rows embed"] | None = None,
+    places: Int[Array, "batch seq"] | None = None,
 ) -> tuple[HybridCache, Float[Array, "batch vocab"]]:
-    """Cache of the prompt, with room for `steps` decode steps, and logits after each row's last token."""
-    config, positions = model.config, sequence_positions(tokens.shape[1])
-    turn, blocks = rotary(config, positions), config.super_blocks // lax.axis_size(PIPE)
+    """Cache of the prompt, with room for `steps` decode steps, and logits after each row's last token.
+
+    `positions`, `features` and `places` are as in `qwen3_5.forward`; tokens to come go on after the largest position.
+    """
+    fail_if(input_problems(model.config, None, None, positions, features, places), "qwen3_5 generate")
+    config, order = model.config, sequence_positions(tokens.shape[1])
+    turn, blocks = rotary(config, order if positions is None else positions), config.super_blocks // lax.axis_size(PIPE)
     x = model.embed(tokens, dtype, in_place=True)
+    if features is not None and places is not None:
+        x = jnp.where(places[..., None] < 0, x, features.astype(x.dtype)[jnp.maximum(places, 0)])
     cache = HybridCache(
         attn=empty(
-            positions, lengths, steps=steps, layers=blocks,
+            order, lengths, steps=steps, layers=blocks,
             kv_heads=config.kv_heads // lax.axis_size(KV), head_dim=config.head_dim, dtype=x.dtype,
         ),
         delta=empty_recurrent(
             config.delta_sizes, blocks * (config.interval - 1), lengths.shape[0], x.dtype
         ),
+        shift=_ahead(positions, order, lengths),
     )  # fmt: skip
 
     def delta(carry: Carry, layer: Array, here: Array | None) -> Carry:
@@ -79,6 +95,16 @@ def prefill(
     return cache, next_logits(model, last_rows(x, lengths))
 
 
+def _ahead(
+    positions: Int[Array, "batch seq axes"] | None, order: Int[Array, "one seq"], lengths: Int[Array, " batch"]
+) -> Int[Array, " batch"]:
+    """How much larger than the length of a row the position after its largest is: one all-reduce over `context`."""
+    if positions is None:
+        return varying_like(jnp.zeros_like(lengths), lengths)
+    seen = (order < lengths[:, None])[..., None]
+    return lax.pmax(jnp.max(jnp.where(seen, positions, -1), axis=(1, 2)), CONTEXT) + 1 - lengths
+
+
 def decode_step(
     model: Qwen35, declared: Qwen35, state: State, dtype: Any
 ) -> tuple[HybridCache, Float[Array, "batch vocab"]]:
@@ -86,7 +112,7 @@ def decode_step(
     fed = state.step - 1
     now = state.prompt + fed
     attn, slot = state.cache.attn.feed(now, fed, state.tokens.shape[1] - 1)
-    turn = rotary(model.config, now[:, None])
+    turn = rotary(model.config, (now + state.cache.shift)[:, None])
     visible = attn.visible(now, None)
     x = model.embed(state.token[:, None], dtype, in_place=True)
 
@@ -130,7 +156,8 @@ ENGINE = Engine(
     gather_ends=gather_ends,
     prefill=prefill,
     decode_step=decode_step,
-    cache_specs=HybridCache(attn=CACHE_SPECS, delta=RECURRENT_SPECS),
+    cache_specs=HybridCache(attn=CACHE_SPECS, delta=RECURRENT_SPECS, shift=P(DATA)),
+    beside={"positions": P(DATA, CONTEXT), "features": P(), "places": P(DATA, CONTEXT)},
 )
 generate = functools.partial(shared.generate, engine=ENGINE)
 stream = functools.partial(shared.stream, engine=ENGINE)

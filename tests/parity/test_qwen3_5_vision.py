@@ -11,7 +11,9 @@ from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as proces
 
 from shardzoo.errors import InputError
 from shardzoo.zoo import layout, qwen3_5, qwen3_5_inputs, qwen3_5_vision
+from shardzoo.zoo.generate import padded_right
 from shardzoo.zoo.mesh import make_mesh
+from shardzoo.zoo.qwen3_5_generate import generate
 
 TOLERANCE = 5e-5
 # name -> (changes of the vision config, grids of the images)
@@ -129,6 +131,42 @@ def check_prompt(name, side, *, gradients):
         wanted = values(want_grads, config)
         for path, grad in layout.named(found).items():
             assert error(grad, wanted[path]) <= TOLERANCE, path
+
+
+@pytest.mark.parametrize(
+    ("name", "degrees"),
+    [
+        ("video", {}),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("one", {}), ("several", dict(context=3)), ("video", dict(data=2, context=2, tensor=2)))
+        ),
+    ],
+    ids=str,
+)
+def test_greedy_generation(name, degrees):
+    """Tokens after a prompt with images and videos: those of transformers' own generate, which pads on the left."""
+    model, _, vision_config, text_config = build()
+    images, videos, tokens, mask = prompt(name, "left")
+    pixels = np.random.default_rng(3).normal(size=(sum(map(np.prod, images + videos)), vision_config.pixels))
+    pixels = pixels.astype(np.float32)
+    want = model.generate(
+        input_ids=torch.tensor(tokens), attention_mask=torch.tensor(mask).long(), max_new_tokens=8, do_sample=False,
+        pad_token_id=0, eos_token_id=None, **given(pixels, images, videos, tokens),
+    )[:, tokens.shape[1] :]  # fmt: skip
+    (see, eyes), mesh = live(vision_config, model), make_mesh(**degrees, kv_heads=4)
+    features = jax.jit(lambda m, x: qwen3_5_vision.forward(see, make_mesh())(m, x, grids=images + videos))(eyes, pixels)
+    tokens, lengths = padded_right(tokens, mask)
+    mask = np.arange(tokens.shape[1]) < lengths[:, None]
+    beside = dict(
+        positions=qwen3_5_inputs.positions(tokens, images, IMAGE, videos=videos, video_token=VIDEO, mask=mask),
+        places=qwen3_5_inputs.places(tokens, IMAGE, VIDEO),
+        features=np.asarray(features),
+    )
+    declared = qwen3_5.declare(text_config)
+    mind = layout.place(declared, mesh, layout.fill(declared, values(arrays(model), text_config)))
+    got, _ = generate(declared, mesh)(mind, tokens, lengths, max_new_tokens=8, beside=beside)
+    assert np.asarray(got).tolist() == want.tolist()
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

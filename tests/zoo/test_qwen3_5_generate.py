@@ -154,6 +154,15 @@ def test_bfloat16_follows_its_own_forward_pass():
         assert (logits.max(-1) - chosen <= 0.03 * np.abs(logits).max()).all()  # ties within the rounding
 
 
+def test_what_else_of_a_prompt_does_not_fit_is_refused():
+    declared, mesh, model = live({})
+    run = generate(declared, mesh)
+    with pytest.raises(InputError, match=r"beside: \['mask'\] are not what this family takes: positions, features"):
+        run(model, TOKENS, LENGTHS, max_new_tokens=NEW, beside={"mask": TOKENS})
+    with pytest.raises(InputError, match="features and places go together"):
+        run(model, TOKENS, LENGTHS, max_new_tokens=NEW, beside={"places": TOKENS})
+
+
 LONG = qwen3_5.Config(
     vocab=64, embed=128, layers=8, interval=2, mlp=128, heads=4, kv_heads=4, head_dim=128, rotary_dim=32,
     sections=(6, 5, 5), key_heads=4, value_heads=4, key_dim=16, value_dim=16,
