@@ -38,9 +38,7 @@ DENSE = decoder.Config(
     vocab=48, embed=16, layers=4, heads=8, kv_heads=4, head_dim=6, mlp=16, qkv_bias=True, qk_norm=True,
     sliding_window=5, sliding_layers=(True, False, False, True), tied=True, max_positions=64,
 )  # fmt: skip
-HYBRID = dataclasses.replace(
-    TINY, layers=4, interval=2, embed=16, mlp=16, heads=4, kv_heads=2, key_heads=4, value_heads=4, key_dim=6
-)
+HYBRID = dataclasses.replace(TINY, layers=4, interval=2)
 MODELS = {
     "dense": (decoder, DENSE, harsh),
     "deep": (decoder, dataclasses.replace(DENSE, layers=8, sliding_layers=None, tied=False), harsh),
@@ -63,7 +61,7 @@ def live(name, degrees, rounds=1, at_rest=None):
     host = values(declared)
     if name != "dense":  # each layer adds less, or last bits grow from layer to layer
         small = {
-            k: v * np.float32(0.4 if re.search(r"(out|down)\.weight", k) else 1) for k, v in layout.named(host).items()
+            k: v * np.float32(0.2 if re.search(r"(out|down)\.weight", k) else 1) for k, v in layout.named(host).items()
         }
         host = layout.fill(declared, small)
     plain = layout.split_at_rest(declared, at_rest, degrees, smallest=64) if at_rest else declared
@@ -172,7 +170,7 @@ def differentiated(name):
                 ("deep", dict(pipe=8), dict(microbatches=5)),
                 ("deep", dict(pipe=2, context=2), dict(rounds=4, microbatches=3, at_rest="context")),
                 ("hybrid", dict(pipe=2, tensor=2, context=2), dict(microbatches=3)),
-                ("deep hybrid", dict(pipe=4, context=2), dict(rounds=2, microbatches=5)),
+                ("deep hybrid", dict(pipe=4, tensor=2), dict(rounds=2, microbatches=5, residual="seq")),
             ]
         ),
     ],
