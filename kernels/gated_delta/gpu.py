@@ -90,8 +90,8 @@ def backward(call: Call, scale: float, change: Result, *, parts: bool) -> Call:
     """Gradients of the call from those of its result."""
     if parts:
         whole, pull = jax.vjp(with_identity, call)
-        d_out = jnp.concatenate([change.out, change.reach], axis=-1)
-        d_state = jnp.concatenate([change.state, change.transition], axis=-1)
+        d_out = jnp.concatenate((change.out, change.reach), axis=-1)
+        d_state = jnp.concatenate((change.state, change.transition), axis=-1)
         return pull(_backward(whole, scale, d_out, d_state))[0]
     return _backward(call, scale, change.out, change.state)
 
@@ -111,10 +111,10 @@ def _backward(
     by_chunk = d_log.reshape(*d_log.shape[:2], spec.chunks, spec.chunk)
     d_log = lax.cumsum(by_chunk, axis=3, reverse=True).reshape(d_log.shape)  # a log decay acts on all after it
     d_log, d_beta = (jnp.moveaxis(g, 1, 2)[:, : call.v.shape[1]].reshape(call.beta.shape) for g in (d_log, d_beta))
-    rows = (
+    d_q, d_k, d_v = (
         _rows_like(g, a).astype(a.dtype) for g, a in ((d_q, call.q), (d_k, call.k), (x["d_values"], call.v))
-    )  # fmt: skip
-    return Call(*rows, d_log, d_beta, _state_like(d_first, call.state))
+    )
+    return Call(d_q, d_k, d_v, d_log, d_beta, _state_like(d_first, call.state))
 
 
 def _arrays(spec: Spec, call: Call) -> dict[str, Array]:
@@ -164,7 +164,7 @@ def _call(
     like = x["v"]
     structs = [out_struct(shape, dtype, like) for shape, dtype, _ in outputs]
     arrays = {n: x[n] for n in inputs}
-    buffers = [*arrays.values(), *structs]
+    buffers: list[Array | jax.ShapeDtypeStruct] = [*arrays.values(), *structs]
     work = like.shape[0] * like.shape[2] * spec.chunks * spec.chunk
     call = pl.pallas_call(
         partial(kernel, spec),

@@ -16,10 +16,11 @@ from jaxtyping import Array, Float
 
 from shardzoo.kernels.gated_delta import tpu_backward, tpu_forward
 from shardzoo.kernels.gated_delta.options import Call, Result, cut, result_dtype, with_identity
-from shardzoo.kernels.gated_delta.tpu_layout import arrays_of, from_lanes, lanes_of, plan_of, state_of
+from shardzoo.kernels.gated_delta.tpu_layout import arrays_of, from_lanes, lanes_of, plan_of, state_of, whole_lanes
 
 DTYPES = ("float32", "bfloat16")
-LARGEST_KEY_DIM, LARGEST_COLUMNS = 256, 512  # what VMEM holds beside the blocks of tokens
+LARGEST_KEY_DIM, LARGEST_COLUMNS = 256, 512
+LARGEST_STATES = 3 * 256 * 512 * 2  # bytes, at that of a value an element: what VMEM holds beside all else
 
 
 def supports(call: Call, *, parts: bool) -> str | None:
@@ -32,7 +33,12 @@ def supports(call: Call, *, parts: bool) -> str | None:
         return f"its key_dim={key_dim} is over {LARGEST_KEY_DIM}"
     if columns > LARGEST_COLUMNS:
         return f"its {columns} columns of values and parts are over {LARGEST_COLUMNS}"
-    return "it has no elements" if any(x.size == 0 for x in call) else None
+    if any(x.size == 0 for x in call):
+        return "it has no elements"
+    states = call.v.shape[3] * whole_lanes(key_dim) * whole_lanes(columns) * call.v.dtype.itemsize
+    if states > LARGEST_STATES:
+        return f"the states of a key head's {call.v.shape[3]} value heads, {key_dim} x {columns} each, are too large"
+    return None
 
 
 def run(call: Call, scale: float, *, parts: bool) -> Result:
@@ -49,8 +55,8 @@ def backward(call: Call, scale: float, change: Result, *, parts: bool) -> Call:
     """Gradients of the call from those of its result."""
     if parts:
         whole, pull = jax.vjp(with_identity, call)
-        d_out = jnp.concatenate([change.out, change.reach], axis=-1)
-        d_state = jnp.concatenate([change.state, change.transition], axis=-1)
+        d_out = jnp.concatenate((change.out, change.reach), axis=-1)
+        d_state = jnp.concatenate((change.state, change.transition), axis=-1)
         return pull(_backward(whole, scale, d_out, d_state))[0]
     return _backward(call, scale, change.out, change.state)
 

@@ -16,6 +16,7 @@ columns of Z beta, of each token and all after it. `gate_gradients` adds up what
 """
 
 import functools
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -84,11 +85,14 @@ class _Again(NamedTuple):
     added: Float[Array, "chunk value_dim"]  # y
 
 
+@dataclass
 class _KeyHead:
     """Gradients of one chunk's queries and keys, added up over the value heads that read them."""
 
-    def __init__(self) -> None:
-        self.overlap = self.seen = self.q = self.k = 0.0
+    overlap: Any = 0.0
+    seen: Any = 0.0
+    q: Any = 0.0
+    k: Any = 0.0
 
 
 class _Backward(Step):

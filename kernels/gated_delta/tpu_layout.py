@@ -14,6 +14,8 @@ from shardzoo.kernels.gated_delta.tpu_chunk import CHUNK, LANES
 Pass = Literal["forward", "backward"]
 # Tokens and key heads of a grid step: what is worked on together hides each other's latencies, and needs memory.
 TOGETHER: dict[Pass, tuple[int, int]] = {"forward": (256, 2), "backward": (256, 1)}
+# Value heads of a step that works on several key heads, or on blocks of this many tokens.
+_MOST_HEADS = 6
 
 
 class Arrays(NamedTuple):
@@ -87,10 +89,11 @@ class Plan:
 def plan_of(step: Pass, call: Call, scale: float) -> Plan:
     """The plan of a call: short sequences take one block of as many chunks as they need."""
     batch, seq, key_heads, group, value_dim = call.v.shape
-    key_dim, value_dim = _whole(call.k.shape[-1]), _whole(value_dim)
+    key_dim, value_dim = whole_lanes(call.k.shape[-1]), whole_lanes(value_dim)
     tokens, together = TOGETHER[step]
-    if max(key_dim, value_dim) > LANES:
+    if max(key_dim, value_dim) > LANES or group > _MOST_HEADS:
         tokens, together = max(CHUNK, tokens // 2), 1
+    together = min(together, max(1, _MOST_HEADS // group))
     return Plan(
         batch=batch,
         seq=seq,
@@ -105,7 +108,8 @@ def plan_of(step: Pass, call: Call, scale: float) -> Plan:
     )
 
 
-def _whole(width: int) -> int:
+def whole_lanes(width: int) -> int:
+    """The width filled up to whole lanes."""
     return pl.cdiv(width, LANES) * LANES
 
 
