@@ -85,6 +85,7 @@ def test_generation_keeps_a_cache():
     assert ended.status == 1 and "does not generate text: decoder" in ended.err
 
 
+@pytest.mark.slow
 def test_what_would_fit():
     ended = invoke("audit", "decoder/llama-3.2-3b", "--chips", "v5e-1", "--batch", 24, "--json")
     assert ended.status == 1
