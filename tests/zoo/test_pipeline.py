@@ -170,7 +170,6 @@ def differentiated(name):
                 ("deep", dict(pipe=8), dict(microbatches=5)),
                 ("deep", dict(pipe=2, context=2), dict(rounds=4, microbatches=3, at_rest="context")),
                 ("hybrid", dict(pipe=2, tensor=2, context=2), dict(microbatches=3)),
-                ("deep hybrid", dict(pipe=4, tensor=2), dict(rounds=2, microbatches=5, residual="seq")),
             ]
         ),
     ],
