@@ -47,7 +47,6 @@ from shardzoo.checkpoints.training_state import (
     step_of,
     trained_paths,
 )
-from shardzoo.convert.memory import few_arenas
 from shardzoo.errors import InputError, fail_if
 from shardzoo.zoo import optimizer_state
 
@@ -119,7 +118,6 @@ class Training:
         self._handlers: list = []
         self.stopping = False
         self._lock = -1
-        few_arenas()  # every save starts threads of its own
         self._begin()
         self._orbax = training_save.checkpointer(self.folder, timeout)
 
