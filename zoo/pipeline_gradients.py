@@ -164,7 +164,7 @@ class Program:
             loss, ends, y = given
             value, pull = jax.vjp(lambda ends, y: self.value(ends, y, self.of(microbatch)), self.ends, y)
             more, cotangent = pull(varying_like(jnp.ones((), value.dtype), value))
-            return loss + value, added(ends, more), cotangent
+            return loss + value.astype(loss.dtype), added(ends, more), cotangent
 
         given = (carry.loss, carry.ends, y)
         loss, ends, cotangent = when(always, microbatch, run, lambda x: (*x[:2], pipeline.zeros(y)), given)
