@@ -296,7 +296,7 @@ def audit(
     if compiles and train:
         raise typer.BadParameter("compiles the forward pass alone: leave --train out", param_hint="--compile")
     with uninterrupted():
-        from shardzoo.cli import auditing
+        from shardzoo.cli import audit as auditing
     sizes = auditing.TraceSizes(batch=batch, tokens=tokens, frames=frames, height=height, width=width)
     ahead = auditing.Ahead(
         topology=topology,

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from shardzoo.checkpoints.pipeline import is_pipeline, is_unfinished
-from shardzoo.cli import audit as judging
-from shardzoo.cli import reports, targets
+from shardzoo.cli import reports, targets, verdicts
 from shardzoo.cli.interrupts import uninterrupted
 from shardzoo.cli.terminal import count_text, note, progress_bar, say, say_json, say_table, size_text, working
 from shardzoo.errors import InputError
@@ -208,7 +207,7 @@ def presets(family: str | None, *, json: bool) -> None:
     """Prints the presets with their numbers of parameters."""
     families = [find_family(name) for name in ([family] if family is not None else family_names())]
     rows = [
-        (f"{one.name}/{name}", judging.total(one.declare(config))[0])
+        (f"{one.name}/{name}", verdicts.total(one.declare(config))[0])
         for one in families
         for name, config in one.presets.items()
     ]

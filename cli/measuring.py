@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardzoo.cli import chips, memory, prediction, targets
-from shardzoo.cli.audit import device_bytes
 from shardzoo.cli.devices import start_mesh
 from shardzoo.cli.terminal import say, say_json, say_table, size_text, working
+from shardzoo.cli.verdicts import device_bytes
 from shardzoo.zoo import layout
 from shardzoo.zoo.costs import costs_by
 from shardzoo.zoo.families import TraceSizes, find_family

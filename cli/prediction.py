@@ -16,11 +16,11 @@ from typing import Any
 from jax._src.mesh import AbstractDevice  # what a mesh of no devices says of them has no public name
 from jax.sharding import AbstractMesh, AxisType
 
-from shardzoo.cli.audit import Verdict, judge, total
 from shardzoo.cli.chips import Chip, Slice
 from shardzoo.cli.dimensions import stages
 from shardzoo.cli.memory import Memory, memory_of, trace
 from shardzoo.cli.terminal import size_text
+from shardzoo.cli.verdicts import Verdict, judge, total
 from shardzoo.errors import InputError
 from shardzoo.zoo import layout
 from shardzoo.zoo.costs import Collective, Costs, costs_by

@@ -8,10 +8,10 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from shardzoo.cli.audit import judge
 from shardzoo.cli.chips import Slice
 from shardzoo.cli.memory import MOMENTS, part_bytes, weight_bytes
 from shardzoo.cli.prediction import Prediction, Remedy, meshes_of, predict
+from shardzoo.cli.verdicts import judge
 from shardzoo.zoo import layout, quantize
 from shardzoo.zoo.families import Family, TraceSizes
 from shardzoo.zoo.mesh import Degrees

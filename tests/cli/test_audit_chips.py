@@ -7,7 +7,7 @@ import pytest
 from command_line import invoke
 
 from shardzoo.cli import chips, prediction
-from shardzoo.cli.audit import judge
+from shardzoo.cli.verdicts import judge
 from shardzoo.errors import InputError
 from shardzoo.zoo import decoder
 from shardzoo.zoo.families import TraceSizes, find_family

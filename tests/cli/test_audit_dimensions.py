@@ -9,8 +9,8 @@ import pytest
 from command_line import invoke
 from hypothesis import strategies as st
 
-from shardzoo.cli.audit import judge
 from shardzoo.cli.dimensions import describe, limits, stages
+from shardzoo.cli.verdicts import judge
 from shardzoo.errors import InputError
 from shardzoo.zoo import decoder, find_preset, layout, schedule
 from shardzoo.zoo.families import TraceSizes, find_family

@@ -4,7 +4,7 @@ import jax
 import pytest
 
 from shardzoo import zoo
-from shardzoo.cli.audit import total
+from shardzoo.cli.verdicts import total
 from shardzoo.zoo import families, layout
 from shardzoo.zoo.families import TraceSizes
 
