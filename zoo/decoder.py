@@ -111,7 +111,7 @@ def forward(
     Raises:
         InputError: the mesh does not fit the declaration; an unknown residual; hidden states that do not exist.
     """
-    _check("decoder.forward", declared, mesh, residual, remat, microbatches)
+    check_run("decoder.forward", declared, mesh, residual, remat, microbatches)
     states = tuple(range(declared.config.layers + 1)) if hidden_states is True else hidden_states or None
     _check_states("decoder.forward", declared.config, states, logits)
     run = Run(
@@ -126,7 +126,7 @@ def forward(
     out_specs = (P(DATA, CONTEXT, VOCAB) if logits else None, None if states is None else P(None, *stream))
     sequence = {name: P(DATA, CONTEXT) for name in ("tokens", "mask", "positions", "places")}
     split = {**sequence, "lengths": P(DATA), "features": P()}
-    seq_ways = _seq_ways(mesh, residual)
+    seq_ways = seq_ways_of(mesh, residual)
 
     @jaxtyped(typechecker=beartype)
     def f(
@@ -206,7 +206,7 @@ def loss_and_grad(
     Raises:
         InputError: as `forward`; quantized weights.
     """
-    _check("decoder.loss_and_grad", declared, mesh, residual, remat, microbatches)
+    check_run("decoder.loss_and_grad", declared, mesh, residual, remat, microbatches)
     run = Run(residual=residual, remat=remat, dtype=None if dtype is None else jnp.dtype(dtype))
     parts = pipeline_gradients.Parts(
         stacks=("blocks",),
@@ -221,7 +221,7 @@ def loss_and_grad(
         mesh,
         loss=loss,
         vocab=declared.config.vocab,
-        seq_ways=_seq_ways(mesh, residual),
+        seq_ways=seq_ways_of(mesh, residual),
         microbatches=microbatches,
     )
 
@@ -246,16 +246,21 @@ def loss_and_grad(
     return f
 
 
-def _check(
-    what: str, declared: Decoder, mesh: Mesh | AbstractMesh, residual: str, remat: Remat, microbatches: int | None
+def check_run(
+    what: str, declared: Any, mesh: Mesh | AbstractMesh, residual: str, remat: Remat, microbatches: int | None
 ) -> None:
+    """Refuses a mesh or options that a language model's pass cannot run with; `what` is asked for it.
+
+    Raises:
+        InputError: as said.
+    """
     layout.audit(declared, mesh)
     pipeline.check_microbatches(what, microbatches)
     check_residual(what, residual)
     check_remat(what, remat)
 
 
-def _seq_ways(mesh: Mesh | AbstractMesh, residual: Residual) -> int:
+def seq_ways_of(mesh: Mesh | AbstractMesh, residual: Residual) -> int:
     """What the sequence must divide by."""
     return mesh.shape[CONTEXT] * (1 if residual == "whole" else mesh.shape[TP[0]] * mesh.shape[TP[1]])
 

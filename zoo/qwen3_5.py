@@ -27,7 +27,7 @@ from jaxtyping import Array, Bool, Float, Int, jaxtyped
 from shardzoo.errors import InputError, fail_if
 from shardzoo.zoo import delta_net, layout, pipeline, pipeline_gradients
 from shardzoo.zoo.attention import attention
-from shardzoo.zoo.decoder import Host, pad, sequence_positions
+from shardzoo.zoo.decoder import Host, check_run, pad, seq_ways_of, sequence_positions
 from shardzoo.zoo.decoder_model import Mlp
 from shardzoo.zoo.delta_net import DeltaNet
 from shardzoo.zoo.families import Family, TraceSizes, register
@@ -38,13 +38,12 @@ from shardzoo.zoo.layers import (
     Residual,
     RMSNorm,
     RowLinear,
-    check_residual,
     gather_residual,
     own_share,
 )
 from shardzoo.zoo.layout import Param
 from shardzoo.zoo.mesh import CONTEXT, DATA, KV, PIPE, TP, VOCAB
-from shardzoo.zoo.remat import Remat, check_remat, rematerialised
+from shardzoo.zoo.remat import Remat, rematerialised
 from shardzoo.zoo.rope import Rope, Rotary, frequencies, rotate
 
 AXES = 3  # of the position of a token: time, row, column
@@ -340,11 +339,11 @@ def forward(
     Raises:
         InputError: the mesh does not fit the declaration; an unknown residual.
     """
-    _check("qwen3_5.forward", declared, mesh, residual, remat, microbatches)
+    check_run("qwen3_5.forward", declared, mesh, residual, remat, microbatches)
     run = Run(residual=residual, remat=remat, dtype=None if dtype is None else jnp.dtype(dtype))
     sequence = {name: P(DATA, CONTEXT) for name in ("tokens", "mask", "positions", "places")}
     split = {**sequence, "lengths": P(DATA), "features": P()}
-    seq_ways = _seq_ways(mesh, residual)
+    seq_ways = seq_ways_of(mesh, residual)
 
     @jaxtyped(typechecker=beartype)
     def f(
@@ -419,7 +418,7 @@ def loss_and_grad(
     Raises:
         InputError: as `forward`; quantized weights.
     """
-    _check("qwen3_5.loss_and_grad", declared, mesh, residual, remat, microbatches)
+    check_run("qwen3_5.loss_and_grad", declared, mesh, residual, remat, microbatches)
     run = Run(residual=residual, remat=remat, dtype=None if dtype is None else jnp.dtype(dtype))
     parts = pipeline_gradients.Parts(
         stacks=("delta", "attn"),
@@ -434,7 +433,7 @@ def loss_and_grad(
         mesh,
         loss=loss,
         vocab=declared.config.vocab,
-        seq_ways=_seq_ways(mesh, residual),
+        seq_ways=seq_ways_of(mesh, residual),
         microbatches=microbatches,
     )
 
@@ -457,20 +456,6 @@ def loss_and_grad(
         return step(model, tokens, labels, counts, features, **given)
 
     return f
-
-
-def _check(
-    what: str, declared: Qwen35, mesh: Mesh | AbstractMesh, residual: str, remat: Remat, microbatches: int | None
-) -> None:
-    layout.audit(declared, mesh)
-    pipeline.check_microbatches(what, microbatches)
-    check_residual(what, residual)
-    check_remat(what, remat)
-
-
-def _seq_ways(mesh: Mesh | AbstractMesh, residual: Residual) -> int:
-    """What the sequence must divide by."""
-    return mesh.shape[CONTEXT] * (1 if residual == "whole" else mesh.shape[TP[0]] * mesh.shape[TP[1]])
 
 
 def input_problems(config: Config, lengths, mask, positions, features, places) -> Iterator[str]:
