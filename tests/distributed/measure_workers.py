@@ -20,7 +20,7 @@ def late_device(late, steps):
         y = lax.fori_loop(0, jnp.where(long, 60, 2), lambda _, y: jnp.tanh(y @ y), x)
         return lax.psum(y, "data")
 
-    mapped = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("data"), out_specs=P(), check_vma=False))
+    mapped = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("data"), out_specs=P(), check_vma=True))
     whole = np.full((256 * jax.device_count(), 256), 1e-3, np.float32)
     x = jax.make_array_from_callback(whole.shape, NamedSharding(mesh, P("data")), lambda index: whole[index])
     found = measure(mapped, x, steps=steps, flops=1e6, peak=1e9)

@@ -92,9 +92,10 @@ def test_the_median_step_and_what_of_the_peak_it_reaches():
 
 def step(mesh):
     def body(x, w):
-        return lax.psum(jnp.tanh(x @ w) @ w.T, TP) + 0 * lax.all_gather(x[:1], TP, axis=0, tiled=True).sum()
+        y = jnp.tanh(x @ w) @ w.T
+        return lax.psum(y, TP) + 0 * lax.all_gather(y[:1], TP, axis=0, tiled=True, to="invarying").sum()
 
-    return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=(P(), P(None, TP)), out_specs=P(), check_vma=False))
+    return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=(P(), P(None, TP)), out_specs=P(), check_vma=True))
 
 
 def test_a_step_on_four_devices(tmp_path):
