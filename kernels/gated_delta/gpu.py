@@ -26,7 +26,7 @@ from jaxtyping import Array, Float
 from shardzoo.kernels.flash_attention.gpu import _INTERPRETED, MOST_ELEMENTS, interpreted
 from shardzoo.kernels.flash_attention.options import out_struct
 from shardzoo.kernels.gated_delta.gpu_kernels import Spec, chain_kernel, gradients_kernel, prepare_kernel, scan_kernel
-from shardzoo.kernels.gated_delta.options import Call, Result, cut, result_dtype, with_identity
+from shardzoo.kernels.gated_delta.options import Call, Result, backward_of, cut, result_dtype, with_identity
 
 __all__ = ["backward", "interpreted", "run", "supports"]
 
@@ -88,12 +88,7 @@ def run(call: Call, scale: float, *, parts: bool) -> Result:
 
 def backward(call: Call, scale: float, change: Result, *, parts: bool) -> Call:
     """Gradients of the call from those of its result."""
-    if parts:
-        whole, pull = jax.vjp(with_identity, call)
-        d_out = jnp.concatenate((change.out, change.reach), axis=-1)
-        d_state = jnp.concatenate((change.state, change.transition), axis=-1)
-        return pull(_backward(whole, scale, d_out, d_state))[0]
-    return _backward(call, scale, change.out, change.state)
+    return backward_of(_backward, call, scale, change, parts=parts)
 
 
 def _backward(

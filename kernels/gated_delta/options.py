@@ -15,8 +15,10 @@ The arrays of a `Call` all vary over the same mesh axes; whatever an implementat
 `out_shape` of a kernel) has to be given the same type.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -84,3 +86,15 @@ def identity_like(
     size = state.shape[-2]
     whole = jnp.broadcast_to(jnp.eye(size, dtype=state.dtype), (*state.shape[:-2], size, size))
     return varying_like(whole, state)
+
+
+def backward_of(
+    plain: Callable[[Call, float, Array, Array], Call], call: Call, scale: float, change: Result, *, parts: bool
+) -> Call:
+    """Gradients of a call by a kernel's `plain` one without parts, which takes those of outputs and final state."""
+    if not parts:
+        return plain(call, scale, change.out, change.state)
+    whole, pull = jax.vjp(with_identity, call)
+    d_out = jnp.concatenate((change.out, change.reach), axis=-1)
+    d_state = jnp.concatenate((change.state, change.transition), axis=-1)
+    return pull(plain(whole, scale, d_out, d_state))[0]

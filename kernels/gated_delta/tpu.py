@@ -10,12 +10,10 @@ a chunk is corrected to about 16 bits. Head sizes are filled up with zeros to wh
 The parts (see `gated_delta_parts`) are columns beside the values: a state widened by the identity, values by zeros.
 """
 
-import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from shardzoo.kernels.gated_delta import tpu_backward, tpu_forward
-from shardzoo.kernels.gated_delta.options import Call, Result, cut, result_dtype, with_identity
+from shardzoo.kernels.gated_delta.options import Call, Result, backward_of, cut, result_dtype, with_identity
 from shardzoo.kernels.gated_delta.tpu_layout import arrays_of, from_lanes, lanes_of, plan_of, state_of, whole_lanes
 
 DTYPES = ("float32", "bfloat16")
@@ -53,12 +51,7 @@ def run(call: Call, scale: float, *, parts: bool) -> Result:
 
 def backward(call: Call, scale: float, change: Result, *, parts: bool) -> Call:
     """Gradients of the call from those of its result."""
-    if parts:
-        whole, pull = jax.vjp(with_identity, call)
-        d_out = jnp.concatenate((change.out, change.reach), axis=-1)
-        d_state = jnp.concatenate((change.state, change.transition), axis=-1)
-        return pull(_backward(whole, scale, d_out, d_state))[0]
-    return _backward(call, scale, change.out, change.state)
+    return backward_of(_backward, call, scale, change, parts=parts)
 
 
 def _backward(
