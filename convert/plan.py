@@ -17,6 +17,7 @@ import numpy as np
 from shardzoo.checkpoints.forms import quantized_leaves
 from shardzoo.checkpoints.grid import SMALL_LEAF, LeafSpec
 from shardzoo.checkpoints.manifest import CARRIED, canonical
+from shardzoo.convert import bundle
 from shardzoo.convert.families import FamilyRules, Layout
 from shardzoo.convert.finding import best_match, find_family, find_layout, looks, whole_prefix, without_prefix
 from shardzoo.convert.rules import Expected, Piece, expand, expected, gaps, last_layer, unit
@@ -162,7 +163,8 @@ def make_plan(
     Args:
         source: an opened source; only its headers are used.
         family: name of the family, where the config does not tell.
-        component: part of a multimodal source to convert; its other parts are left out instead of carried along.
+        component: part of a multimodal source to convert; its other parts are left out instead of carried along. Of
+            a file of several models (`convert.bundle`) the one to convert.
         dtype: what floating-point parameters are cast to; by default every tensor keeps its bits.
         config: a config.json to use instead of the one beside the weights.
         prefix: what to take off the front of every key.
@@ -172,6 +174,7 @@ def make_plan(
         InputError: everything that does not fit, in one message, with what the source looks like instead.
     """
     cast = parse_dtype(dtype)
+    whole, (source, left) = source, bundle.choose(source, component)
     rules, given = find_family(source, family=family, config=config)
     try:
         zoo_config = rules.read_config(given, without_prefix(source, rules, prefix))
@@ -181,8 +184,19 @@ def make_plan(
     params = zoo_layout.named(declared)
     _check_counts(source, rules, params, prefix)
     layout, found_prefix = find_layout(source, rules, params, prefix)
+    if left:
+        component, whole.config, whole.config_text = None, source.config, source.config_text
     plan = _match(source, rules, zoo_config, declared, layout, found_prefix, component, cast)
+    if left:
+        plan = _without(plan, whole, left)
     return plan if quantize is None else quantized(plan, quantize)
+
+
+def _without(plan: Plan, whole: Source, left: Mapping[str, str]) -> Plan:
+    """The plan of one model of a file, as one of the whole file with the other models left out."""
+    reasons = ", ".join(dict.fromkeys(left.values()))
+    note = f"{len(left)} tensors left out: {reasons}"
+    return dataclasses.replace(plan, tensors=whole.tensors, skipped={**plan.skipped, **left}, notes=(*plan.notes, note))
 
 
 def _check_counts(source: Source, rules: FamilyRules, params: Mapping[str, Param], prefix: str | None) -> None:

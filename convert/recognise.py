@@ -8,9 +8,10 @@ _SIGNS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
     (name, re.compile(pattern))
     for name, pattern in (
         ("a LoRA or another adapter, not a whole model", r"(^|\.)lora_(A|B|up|down)\.|\.lora_[AB]$"),
+        ("a quantized export (SVDQuant, of Nunchaku)", r"\.(wscales|smooth_factor|smooth_factor_orig)$"),
         ("a quantized export (GPTQ, AWQ)", r"\.(qweight|qzeros|g_idx)$"),
-        ("a quantized export (bitsandbytes)", r"\.(absmax|quant_map|SCB)$"),
-        ("a quantized export (scaled fp8)", r"\.(weight_scale|weight_scale_inv|input_scale|scale_weight)$"),
+        ("a quantized export (bitsandbytes)", r"\.(absmax|quant_map|SCB|quant_state\.bitsandbytes__\w+)$"),
+        ("a quantized export (scaled fp8)", r"\.(weight_scale|weight_scale_inv|input_scale|scale_weight|comfy_quant)$"),
         ("FLUX.1 or FLUX.2, original layout", r"(^|\.)(double_blocks|single_blocks)\.\d+\."),
         ("FLUX.1 or FLUX.2, diffusers layout", r"(^|\.)single_transformer_blocks\.\d+\."),
         ("Qwen-Image, diffusers layout", r"(^|\.)transformer_blocks\.\d+\.(img_mod|txt_mod)\."),
@@ -24,10 +25,10 @@ _SIGNS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
         ("Phi-3, fused projections", r"(^|\.)layers\.\d+\.(self_attn\.qkv_proj|mlp\.gate_up_proj)\."),
         ("Gemma 2 or 3", r"(^|\.)layers\.\d+\.(pre|post)_feedforward_layernorm\."),
         ("a hybrid linear-attention decoder (Qwen3.5, Qwen3-Next)", r"(^|\.)layers\.\d+\.linear_attn\."),
+        ("CLIP, transformers layout", r"(^|\.)(text_model|vision_model)\.encoder\.layers\.\d+\."),
         ("Llama, Mistral, Qwen2 or Qwen3, transformers layout", r"(^|\.)layers\.\d+\.self_attn\.[qkvo]_proj\."),
         ("T5 or UMT5, transformers layout", r"(^|\.)(encoder|decoder)\.block\.\d+\.layer\.\d+\."),
         ("UMT5, Wan layout", r"(^|\.)blocks\.\d+\.ffn\.gate\.\d+\."),
-        ("CLIP, transformers layout", r"(^|\.)(text_model|vision_model)\.encoder\.layers\.\d+\."),
         ("BERT", r"(^|\.)encoder\.layer\.\d+\.attention\.self\."),
         ("GPT-2", r"(^|\.)h\.\d+\.attn\.c_attn\."),
         ("GPT-NeoX", r"(^|\.)layers\.\d+\.attention\.query_key_value\."),
@@ -39,8 +40,10 @@ _SIGNS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
 WRAPPERS = (
     *("module.", "_orig_mod.", "transformer.", "model.diffusion_model.", "diffusion_model.", "state_dict."),
     *("base_model.model.", "net.", "model."),
-    *("vae.", "first_stage_model.", "text_encoders.clip_l.", "text_encoders.t5xxl."),  # parts of ComfyUI's files
+    *("vae.", "first_stage_model.", "cond_stage_model.", "clip_vision."),  # parts of ComfyUI's files
+    *("text_encoders.clip_l.", "text_encoders.t5xxl."),
 )
+_ENCODER = re.compile(r"text_encoders\.[^.]+\.")  # the same, whatever the encoder is called
 
 
 def looks_like(keys: Iterable[str]) -> str:
@@ -69,6 +72,7 @@ def common_prefixes(keys: Iterable[str]) -> list[str]:
 
 def is_wrapper(prefix: str) -> bool:
     """Whether `prefix` is made of nothing but names that training code is known to wrap models in."""
+    prefix = _ENCODER.sub("", prefix, count=1)
     while prefix:
         wrapper = next((name for name in WRAPPERS if prefix.startswith(name)), None)
         if wrapper is None:

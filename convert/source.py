@@ -3,10 +3,11 @@
 `open_source` reads headers only. Tensors are read one block of rows at a time, by any number of threads.
 """
 
+import copy
 import os
 import types
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,12 @@ class Source:
         """Closes the files. Arrays that were read stay valid."""
         for data in self._data:
             data.close()
+
+    def part(self, keys: Collection[str]) -> "Source":
+        """The same opened files with these tensors alone; closed with this source."""
+        one = copy.copy(self)
+        one.tensors = types.MappingProxyType({key: info for key, info in self.tensors.items() if key in keys})
+        return one
 
     def set_config_aside(self, why: str) -> None:
         """Treats the folder's config.json as not there, and says why."""
