@@ -94,6 +94,7 @@ def which_implementation(
     dtype: DTypeLike = jnp.float32,
     key_dim: int = 128,
     value_dim: int = 128,
+    group: int = 1,
     parts: bool = False,
     platform: str | None = None,
 ) -> str:
@@ -101,11 +102,12 @@ def which_implementation(
 
     Args:
         dtype: of q, k and v.
+        group: value heads for each key head.
         parts: of `gated_delta_parts` rather than `gated_delta`.
         platform: "cpu", "tpu", "cuda" or "rocm"; None is the one that a call made now would run on.
     """
-    shapes = [(1, seq, 1, key_dim)] * 2 + [(1, seq, 1, 1, value_dim)] + [(1, seq, 1, 1)] * 2
-    arrays = [jax.ShapeDtypeStruct(s, dtype) for s in [*shapes, (1, 1, 1, key_dim, value_dim)]]
+    shapes = [(1, seq, 1, key_dim)] * 2 + [(1, seq, 1, group, value_dim)] + [(1, seq, 1, group)] * 2
+    arrays = [jax.ShapeDtypeStruct(s, dtype) for s in [*shapes, (1, 1, group, key_dim, value_dim)]]
     return choose(platform or here(), Call(*arrays), parts=parts)
 
 

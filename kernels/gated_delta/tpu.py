@@ -18,7 +18,8 @@ from shardzoo.kernels.gated_delta.tpu_layout import arrays_of, from_lanes, lanes
 
 DTYPES = ("float32", "bfloat16")
 LARGEST_KEY_DIM, LARGEST_COLUMNS = 256, 512
-LARGEST_STATES = 3 * 256 * 512 * 2  # bytes, at that of a value an element: what VMEM holds beside all else
+# Elements of a key head's states, by the bytes of a value: what the least VMEM (v4, v5p) holds beside all else.
+LARGEST_STATES = {2: 3 * 256 * 512, 4: 2 * 256 * 256}
 
 
 def supports(call: Call, *, parts: bool) -> str | None:
@@ -33,8 +34,8 @@ def supports(call: Call, *, parts: bool) -> str | None:
         return f"its {columns} columns of values and parts are over {LARGEST_COLUMNS}"
     if any(x.size == 0 for x in call):
         return "it has no elements"
-    states = call.v.shape[3] * whole_lanes(key_dim) * whole_lanes(columns) * call.v.dtype.itemsize
-    if states > LARGEST_STATES:
+    states = call.v.shape[3] * whole_lanes(key_dim) * whole_lanes(columns)
+    if states > LARGEST_STATES[call.v.dtype.itemsize]:
         return f"the states of a key head's {call.v.shape[3]} value heads, {key_dim} x {columns} each, are too large"
     return None
 

@@ -14,8 +14,8 @@ from shardzoo.kernels.gated_delta.tpu_chunk import CHUNK, LANES
 Pass = Literal["forward", "backward"]
 # Tokens and key heads of a grid step: what is worked on together hides each other's latencies, and needs memory.
 TOGETHER: dict[Pass, tuple[int, int]] = {"forward": (256, 2), "backward": (256, 1)}
-# Value heads of a step that works on several key heads, or on blocks of this many tokens.
-_MOST_HEADS = 6
+# Value heads of a step that works on several key heads, or on blocks of this many tokens; in float32 half as many.
+MOST_HEADS = 6
 
 
 class Arrays(NamedTuple):
@@ -91,9 +91,11 @@ def plan_of(step: Pass, call: Call, scale: float) -> Plan:
     batch, seq, key_heads, group, value_dim = call.v.shape
     key_dim, value_dim = whole_lanes(call.k.shape[-1]), whole_lanes(value_dim)
     tokens, together = TOGETHER[step]
-    if max(key_dim, value_dim) > LANES or group > _MOST_HEADS:
+    low = call.v.dtype == jnp.bfloat16
+    most = MOST_HEADS if low else MOST_HEADS // 2
+    if max(key_dim, value_dim) > LANES or group > most:
         tokens, together = max(CHUNK, tokens // 2), 1
-    together = min(together, max(1, _MOST_HEADS // group))
+    together = min(together, max(1, most // group))
     return Plan(
         batch=batch,
         seq=seq,
@@ -104,7 +106,7 @@ def plan_of(step: Pass, call: Call, scale: float) -> Plan:
         tokens=min(tokens, pl.cdiv(seq, CHUNK) * CHUNK),
         together=next(n for n in range(min(together, key_heads), 0, -1) if key_heads % n == 0),
         scale=scale,
-        low=call.v.dtype == jnp.bfloat16,
+        low=low,
     )
 
 

@@ -24,6 +24,7 @@ from shardzoo.kernels.gated_delta import gated_delta, gated_delta_parts, tpu_lay
 from shardzoo.kernels.gated_delta.tpu_chunk import CHUNK, inverses
 
 TOLERANCE = 1e-5  # in float32, of the largest element
+TOO_LARGE = (256, 256), "float32"  # head dims and dtype whose states a chip's fast memory does not hold
 SMALL = {"forward": (128, 1), "backward": (128, 1)}  # a chunk a step
 TOPOLOGIES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "7x": "tpu7x:2x2x1"}
 
@@ -64,7 +65,10 @@ def test_is_the_definition(name):
 def test_steps_of_several_chunks_and_key_heads(together):
     """Three key heads: two do not divide them, so that one at a time is taken."""
     x = inputs(600, batch=1, key_heads=3, group=2, key_dim=16, value_dim=16, decay=np.inf)
-    with interpreted({"forward": together, "backward": together}):
+    with (
+        interpreted({"forward": together, "backward": together}),
+        mock.patch.object(tpu_layout, "MOST_HEADS", 12),  # float32 takes half as many
+    ):
         got = everything(x, "tpu", np.float32)
     agree(got, exact(x), TOLERANCE)
 
@@ -177,14 +181,31 @@ def test_compiles_for_v5e():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parts", [False, True])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("dims", [(128, 128), (64, 40), (256, 256)])
+@pytest.mark.parametrize(
+    "dims, dtype, parts",
+    [
+        (dims, dtype, parts)
+        for dims in [(128, 128), (64, 40), (256, 256)]
+        for dtype in ("bfloat16", "float32")
+        for parts in (False, True)
+        if (dims, dtype) != TOO_LARGE
+    ],
+)
 @pytest.mark.parametrize("chip", list(TOPOLOGIES))
 def test_fits_into_vmem(chip, dims, dtype, parts):
-    if parts and dims == (256, 256) and dtype == "float32":
-        pytest.skip("refused: see test_choice")
     compiles(chip, (1000, 4, 3, *dims, dtype), parts)
+
+
+@pytest.mark.parametrize("parts, columns", [(False, 256), (True, 512)])
+def test_refuses_what_does_not_fit(parts, columns):
+    """By name if it is asked for; otherwise another implementation runs. In bfloat16 the same sizes are taken."""
+    dims, dtype = TOO_LARGE
+    asked = partial(gated_delta_parts if parts else gated_delta, implementation="tpu")
+    message = rf"3 value heads, 256 x {columns} each, are too large.*implementation='chunked'"
+    with pytest.raises(InputError, match=message):
+        jax.eval_shape(asked, *shapes(1000, 4, 3, *dims, dtype)[:5])
+    chosen = partial(which_implementation, 1000, platform="tpu", key_dim=256, value_dim=256, group=3, parts=parts)
+    assert chosen(dtype=dtype) == "chunked" and chosen(dtype="bfloat16") == "tpu"
 
 
 def test_choice():
@@ -198,6 +219,3 @@ def test_choice():
     x = {n: jnp.asarray(a, jnp.float16) for n, a in inputs(5).items()}
     with pytest.raises(InputError, match=r"the dtype float16 of q is none.*use implementation='chunked'"):
         gated_delta(**x, implementation="tpu")
-    large = shapes(9, 1, 3, 256, 256, jnp.float32)[:5]
-    with pytest.raises(InputError, match=r"3 value heads, 256 x 512 each, are too large.*'chunked'"):
-        jax.eval_shape(partial(gated_delta_parts, implementation="tpu"), *large)
