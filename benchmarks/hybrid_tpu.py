@@ -2,24 +2,23 @@
 
     python benchmarks/hybrid_tpu.py [NAME ...]
 
-bfloat16 weights, all 64 layers, one row. `prefill-*` fill both caches with a prompt and give the logits after it,
-`decode-*` feed one token to caches of that length, in place. `peak` is of arguments, results and temporaries together.
-Times are wall clock, so compile on an idle machine.
+bfloat16 weights, all 64 layers. `prefill-*` fill both caches with a prompt and give the logits after it, `decode-*`
+feed one token to caches of that length, in place, both for one row; `train-*` give loss and gradient by "1f1b" of eight
+rows, one a microbatch. `peak` is of arguments, results and temporaries together. Times are wall clock, so compile on an
+idle machine.
 """
 
-import argparse
-import collections
 import os
-import time
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import jax.numpy as jnp
+import tpu_compiled
 from jax import P
 
 from shardzoo import zoo
-from shardzoo.cli.topology import COLLECTIVE, topology_devices
+from shardzoo.cli.topology import topology_devices
 from shardzoo.zoo import layout, qwen3_5
 from shardzoo.zoo.cache import Cache, spare_slots
 from shardzoo.zoo.delta_net import Recurrent
@@ -31,9 +30,11 @@ CASES = {  # name -> (slice, degrees, tokens)
     "prefill-32k": ("v5p:2x2x2", dict(context=2, tensor=4), 32768),
     "prefill-262k": ("v5p:2x2x4", dict(context=4, tensor=4), 262144),
     "decode-262k": ("v5p:2x2x1", dict(tensor=4), 262144),
+    "prefill-32k-pipe2": ("v5p:2x2x2", dict(pipe=2, tensor=4), 32768),
+    "train-4k-pipe2": ("v5p:2x2x2", dict(pipe=2, tensor=4), 4096),
 }
+ROWS = 8  # of training
 CONFIG = qwen3_5.PRESETS["qwen3.5-27b"]
-GIB = 2**30
 
 
 def shape(*sizes, dtype=jnp.int32):
@@ -76,33 +77,19 @@ def decode(declared, mesh, tokens):
     return jax.jit(run, donate_argnums=1), (state,)
 
 
+def train(declared, mesh, tokens):
+    rows = shape(ROWS, tokens)
+    return jax.jit(qwen3_5.loss_and_grad(declared, mesh, residual="seq", remat=True, microbatches=ROWS)), (rows, rows)
+
+
 def measure(name: str) -> str:
     topology, degrees, tokens = CASES[name]
     declared = qwen3_5.declare(CONFIG, jnp.bfloat16)
     mesh = zoo.make_mesh(**degrees, kv_heads=CONFIG.kv_heads, devices=topology_devices(topology))
-    run, inputs = (prefill if name.startswith("prefill") else decode)(declared, mesh, tokens)
-    begin = time.perf_counter()
-    lowered = run.lower(layout.abstract(declared, mesh), *inputs)
-    traced = time.perf_counter()
-    compiled = lowered.compile()
-    done = time.perf_counter()
-    memory = compiled.memory_analysis()
-    found = collections.Counter(COLLECTIVE.findall(compiled.as_text()))
-    counts = ", ".join(f"{n} {kind}" for kind, n in sorted(found.items()) if n)
-    return (
-        f"{name:13} {topology:10} trace {traced - begin:5.1f} s  compile {done - traced:6.1f} s"
-        f"  arguments {memory.argument_size_in_bytes / GIB:5.2f}  results {memory.output_size_in_bytes / GIB:5.2f}"
-        f"  temporaries {memory.temp_size_in_bytes / GIB:5.2f}  peak {memory.peak_memory_in_bytes / GIB:5.2f} GiB"
-        f"  ({counts})"
-    )
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", choices=[*CASES, []], metavar="NAME", help=", ".join(CASES))
-    for name in parser.parse_args().names or CASES:
-        print(measure(name), flush=True)
+    make = {"prefill": prefill, "decode": decode, "train": train}[name.split("-")[0]]
+    run, inputs = make(declared, mesh, tokens)
+    return tpu_compiled.describe(run, layout.abstract(declared, mesh), *inputs)
 
 
 if __name__ == "__main__":
-    main()
+    tpu_compiled.main(__doc__, CASES, measure)
