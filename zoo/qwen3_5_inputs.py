@@ -2,7 +2,8 @@
 
 Patches, places and the order of things are those of `qwen2_5_vl_inputs`. The frames of a video stand in the prompt one
 by one, with their times as text between them: each has positions as an image of one frame has. Facts from transformers
-5 (`Qwen3_5Model.get_rope_index`, `vision_utils`).
+5 (`Qwen3_5Model.get_rope_index`, `vision_utils`); bounds of an image from `size` in the preprocessor_config.json of
+Qwen/Qwen3.5-9B-Base (and of Qwen3-VL): {"longest_edge": 16777216, "shortest_edge": 65536}, which are pixels.
 """
 
 import functools
@@ -16,7 +17,7 @@ from shardzoo.zoo.qwen2_5_vl_inputs import Arrangement, Grids, places
 __all__ = ["Grids", "fitting_size", "patches", "places", "positions", "table_rows", "video_patches"]
 
 PATCH, MERGE = 16, 2
-LEAST, MOST = 256 * 256, 4096 * 4096  # pixels of an image, as the published processors bound them
+LEAST, MOST = 65536, 16777216  # pixels of an image
 patches = functools.partial(shared.patches, patch=PATCH)  # of pixels from -1 to 1
 video_patches = functools.partial(shared.video_patches, patch=PATCH)
 fitting_size = functools.partial(shared.fitting_size, side=PATCH * MERGE, least=LEAST, most=MOST)
