@@ -8,7 +8,8 @@ axes.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -19,19 +20,27 @@ from jax import P, lax
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Bool, Float, Int, jaxtyped
 
-from shardzoo.errors import InputError, fail_if
+from shardzoo.errors import InputError
 from shardzoo.kernels.flash_attention.options import varying_like
-from shardzoo.zoo import layout, pipeline, pipeline_gradients
+from shardzoo.zoo import language_model, layout, pipeline, pipeline_gradients
 from shardzoo.zoo.attention import attention
 from shardzoo.zoo.decoder_model import Block, Config, Decoder, by_window
 from shardzoo.zoo.families import Family, TraceSizes, register
 from shardzoo.zoo.in_place import block_at
-from shardzoo.zoo.layers import Residual, check_residual, own_share
+from shardzoo.zoo.language_model import (
+    Forward,
+    Host,
+    check_run,
+    input_problems,
+    own_places,
+    sequence_positions,
+    with_features,
+)
+from shardzoo.zoo.layers import Residual
+from shardzoo.zoo.linears import linear_layers
 from shardzoo.zoo.mesh import CONTEXT, DATA, PIPE, TP, VOCAB
-from shardzoo.zoo.remat import Remat, check_remat, rematerialised
+from shardzoo.zoo.remat import Remat, rematerialised
 from shardzoo.zoo.rope import Rope, rotary
-
-Host = Array | np.ndarray  # what the public functions take
 
 
 def declare(config: Config, dtype: Any = np.float32) -> Decoder:
@@ -40,33 +49,12 @@ def declare(config: Config, dtype: Any = np.float32) -> Decoder:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Run:
+class Run(language_model.Run):
     """How `forward` runs; the options are explained there."""
 
-    residual: Residual = "whole"
-    remat: Remat = False
-    dtype: Any = None
     hidden_states: tuple[int, ...] | None = None
     logits: bool = True
     in_place: bool = False
-    microbatches: int = 1
-
-
-@runtime_checkable
-class Forward(Protocol):
-    """See `forward`."""
-
-    def __call__(
-        self,
-        model: Decoder,
-        tokens: Int[Host, "batch seq"],
-        *,
-        lengths: Int[Host, " batch"] | None = None,
-        mask: Bool[Host, "batch seq"] | None = None,
-        positions: Int[Host, "batch seq *axes"] | None = None,
-        features: Float[Host, "rows embed"] | None = None,
-        places: Int[Host, "batch seq"] | None = None,
-    ) -> Any: ...
 
 
 def forward(
@@ -84,17 +72,9 @@ def forward(
     """The pure function `f(model, tokens, *, lengths, mask, positions, features, places)`: to be jitted.
 
     It returns logits [batch, seq, vocab], split like batch, seq and vocabulary; with hidden states asked for
-    (logits, hidden [state, batch, seq, embed]), and only the latter with `logits=False`. Any batch and length will do:
-    both are padded to what the mesh needs, and the result is cut back.
-
-    f's arguments, beside the live model and the tokens:
-        lengths: valid prefix of each row (rows padded on the right); results beyond it mean nothing.
-        mask: True for tokens that others may see, for padding on any side; results on padding are those of the
-            transformers library, whose queries on padding see the visible tokens before them. Not with `lengths`.
-        positions: of the tokens, for the rotation only; 0, 1, 2 ... if not given. Those along several axes, for a
-            rope with sections, are [batch, seq, axis].
-        features, places: what stands in for embeddings, such as the states of an image: `places` says for each token
-            which row of `features` replaces its embedding, or -1. Both or neither.
+    (logits, hidden [state, batch, seq, embed]), and only the latter with `logits=False`. What f takes is explained at
+    `language_model.Forward`. Its queries on padding see the visible tokens before them; positions along several axes
+    are for a rope with sections.
 
     Args:
         residual: "seq" splits the stream between blocks along the sequence over the tensor axes as well.
@@ -123,61 +103,29 @@ def forward(
         in_place=in_place,
     )
     stream = P(DATA, CONTEXT) if residual == "whole" else P(DATA, (CONTEXT, *TP))
-    out_specs = (P(DATA, CONTEXT, VOCAB) if logits else None, None if states is None else P(None, *stream))
-    sequence = {name: P(DATA, CONTEXT) for name in ("tokens", "mask", "positions", "places")}
-    split = {**sequence, "lengths": P(DATA), "features": P()}
-    seq_ways = seq_ways_of(mesh, residual)
 
-    @jaxtyped(typechecker=beartype)
-    def f(
-        model: Decoder,
-        tokens: Int[Host, "batch seq"],
-        *,
-        lengths: Int[Host, " batch"] | None = None,
-        mask: Bool[Host, "batch seq"] | None = None,
-        positions: Int[Host, "batch seq *axes"] | None = None,
-        features: Float[Host, "rows embed"] | None = None,
-        places: Int[Host, "batch seq"] | None = None,
-    ) -> Any:
-        problems = _problems(declared.config, lengths, mask, positions, features, places)
-        fail_if([*problems, *_missing(declared, run, model.blocks)], "decoder.forward")
-        given = {"tokens": tokens, "lengths": lengths, "mask": mask, "positions": positions, "places": places}
-        cut = pipeline.microbatches_for(microbatches, mesh, tokens.shape[0])
-        arrays = {k: pad(jnp.asarray(v), mesh.shape[DATA] * cut, seq_ways) for k, v in given.items() if v is not None}
-        arrays |= {} if features is None else {"features": jnp.asarray(features)}
-        shard = jax.shard_map(
-            lambda model, arrays: _forward(model, declared, dataclasses.replace(run, microbatches=cut), **arrays),
-            mesh=mesh,
-            in_specs=(layout.specs(declared), {k: split[k] for k in arrays}),
-            out_specs=out_specs,
-            check_vma=True,
-        )
-        out, hidden = shard(model, arrays)
-        batch, seq = tokens.shape
-        out = None if out is None else _cut(out, 0, (batch, seq))
-        hidden = None if hidden is None else _cut(hidden, 1, (batch, seq))
-        return out if hidden is None else hidden if out is None else (out, hidden)
+    def one_device(model: Decoder, microbatches: int, **inputs: Array) -> Any:
+        return _asked(run, *_forward(model, declared, dataclasses.replace(run, microbatches=microbatches), **inputs))
 
-    return f
+    return language_model.forward(
+        "decoder.forward",
+        declared,
+        mesh,
+        one_device,
+        problems=lambda model, **inputs: itertools.chain(
+            _problems(declared.config, **inputs), _missing(declared, run, model.blocks)
+        ),
+        out_specs=_asked(run, P(DATA, CONTEXT, VOCAB), P(None, *stream)),
+        residual=residual,
+        microbatches=microbatches,
+    )
 
 
-@runtime_checkable
-class LossAndGrad(Protocol):
-    """See `loss_and_grad`."""
-
-    def __call__(
-        self,
-        model: Decoder,
-        tokens: Int[Host, "batch seq"],
-        labels: Int[Host, "batch seq"],
-        counts: Bool[Host, "batch seq"] | None = None,
-        *,
-        lengths: Int[Host, " batch"] | None = None,
-        mask: Bool[Host, "batch seq"] | None = None,
-        positions: Int[Host, "batch seq *axes"] | None = None,
-        features: Float[Host, "rows embed"] | None = None,
-        places: Int[Host, "batch seq"] | None = None,
-    ) -> tuple[Float[Array, ""], Decoder]: ...
+def _asked(run: Run, logits: Any, hidden: Any) -> Any:
+    """What of both `forward` returns."""
+    if run.hidden_states is None:
+        return logits
+    return (logits, hidden) if run.logits else hidden
 
 
 def loss_and_grad(
@@ -185,26 +133,20 @@ def loss_and_grad(
     mesh: Mesh | AbstractMesh,
     *,
     loss: pipeline_gradients.Loss = pipeline_gradients.token_loss,
+    trainable: str | Iterable[str] | None = None,
     residual: Residual = "whole",
     remat: Remat = False,
     dtype: Any = None,
     microbatches: int | None = None,
-) -> LossAndGrad:
+) -> pipeline_gradients.LossAndGrad:
     """The pure function `f(model, tokens, labels, counts, ...)`: loss and gradient by "1f1b", to be jitted.
 
-    The same numbers as the gradient of `losses.cross_entropy(forward(...), labels, counts)`, the mean over the labels
-    that count, in less memory where layers are split over `pipe` or rows cut into microbatches. The gradient is that
-    of the model's weights, split like them; the layers run in rounds if `declared` is `pipeline.interleaved`.
-
-    Args:
-        loss: `(logits, labels, weights) -> number` of one microbatch on one device, inside of the `shard_map`: logits
-            are split over VOCAB, the weights of all labels that count are 1 / their number. Losses of all microbatches
-            and devices are summed.
-        residual, remat, dtype, microbatches: as in `forward`. Layers are computed again in any case; `remat` says what
-            is kept for one microbatch in one stage.
+    f, `loss` and `trainable` are explained at `pipeline_gradients.LossAndGrad` and `.loss_and_grad`; the other options
+    are those of `forward`. Layers are computed again in any case: `remat` says what is kept for one microbatch in one
+    stage.
 
     Raises:
-        InputError: as `forward`; quantized weights.
+        InputError: as `forward`; quantized weights among the trainable ones; a pattern that matches no leaf.
     """
     check_run("decoder.loss_and_grad", declared, mesh, residual, remat, microbatches)
     run = Run(residual=residual, remat=remat, dtype=None if dtype is None else jnp.dtype(dtype))
@@ -214,64 +156,21 @@ def loss_and_grad(
         stage=lambda blocks, *given: stage(blocks["blocks"], *given, declared=declared, run=run),
         leave=lambda model, x: model.logits(model.norm(x), residual),
     )
-    step = pipeline_gradients.loss_and_grad(
+    return pipeline_gradients.loss_and_grad(
         "decoder.loss_and_grad",
         parts,
         declared,
         mesh,
+        problems=lambda model, **inputs: _problems(declared.config, **inputs),
         loss=loss,
-        vocab=declared.config.vocab,
-        seq_ways=seq_ways_of(mesh, residual),
+        trainable=trainable,
+        residual=residual,
         microbatches=microbatches,
     )
 
-    @jaxtyped(typechecker=beartype)
-    def f(
-        model: Decoder,
-        tokens: Int[Host, "batch seq"],
-        labels: Int[Host, "batch seq"],
-        counts: Bool[Host, "batch seq"] | None = None,
-        *,
-        lengths: Int[Host, " batch"] | None = None,
-        mask: Bool[Host, "batch seq"] | None = None,
-        positions: Int[Host, "batch seq *axes"] | None = None,
-        features: Float[Host, "rows embed"] | None = None,
-        places: Int[Host, "batch seq"] | None = None,
-    ) -> tuple[Float[Array, ""], Decoder]:
-        problems = _problems(declared.config, lengths, mask, positions, features, places)
-        fail_if(problems, "decoder.loss_and_grad")
-        given = {"lengths": lengths, "mask": mask, "positions": positions, "places": places}
-        return step(model, tokens, labels, counts, features, **given)
 
-    return f
-
-
-def check_run(
-    what: str, declared: Any, mesh: Mesh | AbstractMesh, residual: str, remat: Remat, microbatches: int | None
-) -> None:
-    """Refuses a mesh or options that a language model's pass cannot run with; `what` is asked for it.
-
-    Raises:
-        InputError: as said.
-    """
-    layout.audit(declared, mesh)
-    pipeline.check_microbatches(what, microbatches)
-    check_residual(what, residual)
-    check_remat(what, remat)
-
-
-def seq_ways_of(mesh: Mesh | AbstractMesh, residual: Residual) -> int:
-    """What the sequence must divide by."""
-    return mesh.shape[CONTEXT] * (1 if residual == "whole" else mesh.shape[TP[0]] * mesh.shape[TP[1]])
-
-
-def _problems(config: Config, lengths, mask, positions, features, places) -> Iterator[str]:
-    if lengths is not None and mask is not None:
-        yield "lengths and mask were both given: give one of them"
-    if (features is None) != (places is None):
-        yield "features and places go together: give both or neither"
-    if features is not None and features.shape[1] != config.embed:
-        yield f"features: width {features.shape[1]} is not the model's embed={config.embed}: give those of this model"
+def _problems(config: Config, *, positions=None, **others) -> Iterator[str]:
+    yield from input_problems(config.embed, **others)
     axes = () if positions is None else positions.shape[2:]
     if axes not in ((), (len(config.rope.sections),)):
         sections = config.rope.sections
@@ -299,19 +198,6 @@ def _check_states(what: str, config: Config, states: tuple[int, ...] | None, log
         raise InputError(
             f"{what}: hidden_states={states} are not ascending indices from 0 to layers={config.layers}: change them"
         )
-
-
-def pad(x: Array, batch_ways: int, seq_ways: int) -> Array:
-    """x with zeros added until its batch, and its sequence if it has one, divide."""
-    ways = (batch_ways, seq_ways, *[1] * x.ndim)[: x.ndim]
-    extra = [(0, -size % way) for size, way in zip(x.shape, ways, strict=True)]
-    return jnp.pad(x, extra) if any(after for _, after in extra) else x
-
-
-def _cut(x: Array, axis: int, sizes: tuple[int, int]) -> Array:
-    for dim, size in enumerate(sizes, axis):
-        x = x if x.shape[dim] == size else lax.slice_in_dim(x, 0, size, axis=dim)
-    return x
 
 
 def _forward(
@@ -343,10 +229,8 @@ def enter(
     model: Decoder, rows: dict[str, Array], features: Float[Array, "rows embed"] | None = None, *, run: Run
 ) -> Float[Array, "batch part_seq embed"]:
     """The stream before the first block, the same on every device of `pipe`."""
-    x, places = model.embed(rows["tokens"], run.dtype, run.residual, in_place=run.in_place), rows.get("places")
-    if features is None or places is None:
-        return x
-    return _replaced(x, features, places if run.residual == "whole" else own_share(places, TP))
+    x = model.embed(rows["tokens"], run.dtype, run.residual, in_place=run.in_place)
+    return with_features(x, features, own_places(rows, run.residual))
 
 
 def stage(
@@ -373,7 +257,7 @@ def stage(
         layer = first + index
         # Of more blocks than are run each is read where it lies: to cut the others off would copy those that are run.
         block = block_at(blocks, index) if run.in_place else _block(blocks, index) if block is None else block
-        block = layout.gather_at_rest(block, declared.blocks)
+        block = layout.gather_at_rest(block, declared.blocks, narrow=narrow)
         q, kv = block.project(x, turn, run.residual)
         attended = by_window(
             config,
@@ -385,6 +269,7 @@ def stage(
             kept = lax.dynamic_update_index_in_dim(kept, x, slots[layer + 1], 0)
         return (x, kept), None
 
+    narrow = dict.fromkeys(linear_layers(declared.blocks), x.dtype)
     given = None if run.in_place or held != layers else blocks
     (x, kept), _ = lax.scan(rematerialised(body, run.remat), (x, kept), (given, jnp.arange(layers)))
     return x, None if kept is None else kept[:-1]
@@ -392,13 +277,6 @@ def stage(
 
 def _block(blocks: Block, layer: Int[Array, ""]) -> Block:
     return jax.tree.map(lambda w: lax.dynamic_index_in_dim(w, layer, keepdims=False), blocks)
-
-
-def _replaced(
-    x: Float[Array, "batch part_seq embed"], features: Float[Array, "rows embed"], places: Int[Array, "batch part_seq"]
-) -> Float[Array, "batch part_seq embed"]:
-    """The stream with rows of `features` at the tokens that have a place."""
-    return jnp.where(places[..., None] < 0, x, features.astype(x.dtype)[jnp.maximum(places, 0)])
 
 
 def _slots(config: Config, states: tuple[int, ...] | None) -> Int[Array, " states"] | None:
@@ -411,11 +289,6 @@ def _slots(config: Config, states: tuple[int, ...] | None) -> Int[Array, " state
 def gather_ends(model: Decoder, declared: Decoder, *, to: str = "varying") -> Decoder:
     """The model with everything but its blocks gathered from a split at rest."""
     return layout.gather_parts(model, declared, ("embed", "norm", "head"), to=to)
-
-
-def sequence_positions(seq: int) -> Int[Array, "one seq"]:
-    """Global positions of this device's share of the sequence."""
-    return (lax.axis_index(CONTEXT) * seq + jnp.arange(seq, dtype=jnp.int32))[None]
 
 
 @runtime_checkable

@@ -33,9 +33,10 @@ from shardzoo.kernels.flash_attention.options import varying_over
 from shardzoo.zoo import layout, pipeline
 from shardzoo.zoo.attention import attention, cached_attention
 from shardzoo.zoo.cache import CACHE_SPECS, Cache, empty
-from shardzoo.zoo.decoder import Host, gather_ends, pad, sequence_positions
+from shardzoo.zoo.decoder import gather_ends
 from shardzoo.zoo.decoder_model import Config, Decoder, by_window
 from shardzoo.zoo.in_place import block_at
+from shardzoo.zoo.language_model import Host, pad, sequence_positions
 from shardzoo.zoo.mesh import CONTEXT, DATA, KV, PIPE, VOCAB
 from shardzoo.zoo.next_token import Sampling, choose
 from shardzoo.zoo.rope import rotary

@@ -15,22 +15,25 @@ their tables are split over all of them.
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from beartype import beartype
 from jax import P, lax
 from jax.sharding import AbstractMesh, Mesh
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, jaxtyped
 
 from shardzoo.errors import fail_if
 from shardzoo.kernels.flash_attention.options import manual_axes, varying_like, varying_over
 from shardzoo.zoo import layout, pipeline
-from shardzoo.zoo.layers import pad
+from shardzoo.zoo.language_model import Host, Problems, pad, seq_ways_of
+from shardzoo.zoo.layers import Residual
 from shardzoo.zoo.mesh import CONTEXT, DATA, PIPE, VOCAB
+from shardzoo.zoo.optimizer_state import trainable_part
 from shardzoo.zoo.pipeline import Rows, Stage
 from shardzoo.zoo.schedule import IDLE, Schedule, Work, schedule
 
@@ -118,12 +121,15 @@ def segments(ticks: Tick) -> Iterator[tuple[slice, bool, bool]]:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """One device's ticks. `ends` is the model without its stacks; both vary over the axes that the stream does."""
+    """One device's ticks. `ends` is the model without its stacks; both vary over the axes that the stream does.
+
+    Of both there are the leaves that a gradient is wanted of and the others, each with None in place of the rest.
+    """
 
     parts: Parts
     loss: Loss
-    ends: Any
-    blocks: Any
+    ends: tuple[Any, Any]
+    blocks: tuple[Any, Any]
     rows: Rows
     features: Array | None
     rounds: int
@@ -147,11 +153,11 @@ class Program:
         """The forward of a chunk; its input is kept for its backward."""
         work, rows = pipeline.of_stage(at.forward), self.of(at.enter)
         own = when(
-            always.enter, at.enter, lambda x: self.enter(self.ends, rows), lambda x: x, pipeline.zeros(carry.forth)
+            always.enter, at.enter, lambda x: self.enter(self.ends[0], rows), lambda x: x, pipeline.zeros(carry.forth)
         )
         x = jnp.where((lax.axis_index(PIPE) == 0) & (work.round == 0), own, carry.forth)
         chunk, first = pipeline.chunk_of(self.blocks, work.round, self.rounds)
-        y, _ = self.parts.stage(chunk, x, self.of(work.microbatch), first)
+        y, _ = self.parts.stage(eqx.combine(*chunk), x, self.of(work.microbatch), first)
         slot = jnp.maximum(work.slot, 0)
         kept = jnp.where(work.microbatch != IDLE, x, pipeline.pick(carry.inputs, slot))
         inputs = lax.dynamic_update_index_in_dim(carry.inputs, kept, slot, 0)
@@ -162,7 +168,7 @@ class Program:
 
         def run(given: tuple[Array, Any, Array]) -> tuple[Array, Any, Array]:
             loss, ends, y = given
-            value, pull = jax.vjp(lambda ends, y: self.value(ends, y, self.of(microbatch)), self.ends, y)
+            value, pull = jax.vjp(lambda ends, y: self.value(ends, y, self.of(microbatch)), self.ends[0], y)
             more, cotangent = pull(varying_like(jnp.ones((), value.dtype), value))
             return loss + value.astype(loss.dtype), added(ends, more), cotangent
 
@@ -175,15 +181,15 @@ class Program:
         work, rows = pipeline.of_stage(at.backward), self.of(at.leave)
         busy, last = work.microbatch != IDLE, lax.axis_index(PIPE) == lax.axis_size(PIPE) - 1
         cotangent = jnp.where(busy, jnp.where(last & (work.round == self.rounds - 1), turned, carry.back), 0)
-        chunk, first = pipeline.chunk_of(self.blocks, work.round, self.rounds)
+        (chunk, fixed), first = pipeline.chunk_of(self.blocks, work.round, self.rounds)
         x, own = pipeline.pick(carry.inputs, work.slot), self.of(work.microbatch)
-        _, pull = jax.vjp(lambda chunk, x: self.parts.stage(chunk, x, own, first)[0], chunk, x)
+        _, pull = jax.vjp(lambda chunk, x: self.parts.stage(eqx.combine(chunk, fixed), x, own, first)[0], chunk, x)
         of_chunk, of_x = pull(cotangent)
         of_chunk = jax.tree.map(lambda d: jnp.where(busy, d, 0), of_chunk)
         first_x = jnp.where((lax.axis_index(PIPE) == 0) & (work.round == 0), of_x, 0)
 
         def leave(ends: Any) -> Any:
-            return added(ends, jax.vjp(lambda ends: self.enter(ends, rows), self.ends)[1](first_x)[0])
+            return added(ends, jax.vjp(lambda ends: self.enter(ends, rows), self.ends[0])[1](first_x)[0])
 
         return carry._replace(
             blocks=added(carry.blocks, of_chunk, work.round if self.rounds > 1 else None),
@@ -195,11 +201,13 @@ class Program:
         return pipeline.pick(self.rows, microbatch)
 
     def enter(self, ends: Any, rows: Rows) -> Array:
-        return varying_over(self.parts.enter(ends, rows, self.features), frozenset({PIPE}))
+        whole = eqx.combine(ends, self.ends[1])
+        return varying_over(self.parts.enter(whole, rows, self.features), frozenset({PIPE}))
 
     def value(self, ends: Any, y: Array, rows: Rows) -> Array:
         """The loss of the rows, from what the last stage gives: this device's part, by rows and sequence alone."""
-        value = self.loss(self.parts.leave(ends, pipeline.on_all(y)), rows["labels"], rows["weights"])
+        logits = self.parts.leave(eqx.combine(ends, self.ends[1]), pipeline.on_all(y))
+        value = self.loss(logits, rows["labels"], rows["weights"])
         over = tuple(sorted(manual_axes(value) - {DATA, CONTEXT}))
         return varying_over(lax.psum(value, over) if over else value, frozenset({DATA, CONTEXT}))
 
@@ -231,35 +239,59 @@ def added(sums: Tree, more: Tree, index: Array | None = None) -> Tree:
 
 
 def gradients(
-    parts: Parts, declared: Any, loss: Loss, microbatches: int, model: Tree, rows: Rows, features: Array | None
+    parts: Parts,
+    declared: Any,
+    wanted: Any,
+    loss: Loss,
+    microbatches: int,
+    model: Tree,
+    rows: Rows,
+    features: Array | None,
 ) -> tuple[Float[Array, ""], Tree]:
-    """One device's loss and gradient; the loss is the sum over all microbatches and devices."""
+    """One device's loss and gradient; the loss is the sum over all microbatches and devices.
+
+    `wanted` is True at the leaves of a declaration that a gradient is wanted of. It is None at the others.
+    """
     rounds = pipeline.rounds_of(declared)
     plan = schedule(lax.axis_size(PIPE), microbatches, rounds)
     rows = jax.tree.map(lambda a: pipeline.cut(a, microbatches), rows)
-    given, declared_ends = (with_stacks(tree, parts, dict.fromkeys(parts.stacks)) for tree in (model, declared))
+    given, declared_ends, wanted_ends = (
+        with_stacks(tree, parts, dict.fromkeys(parts.stacks)) for tree in (model, declared, wanted)
+    )
+    stacks, wanted_stacks = ({name: getattr(tree, name) for name in parts.stacks} for tree in (model, wanted))
     x = jax.eval_shape(
         lambda m: parts.enter(layout.gather_at_rest(m, declared_ends), pipeline.pick(rows, 0), features), given
     )
     over = x.manual_axis_type.varying
     # Weights that are equal on devices with other rows: their gradients are summed once, at the end.
-    ends, pull_ends = jax.vjp(lambda m: varying_over(layout.gather_at_rest(m, declared_ends), over), given)
-    blocks, pull_blocks = jax.vjp(
-        lambda m: varying_over(m, over | {PIPE}), {name: getattr(model, name) for name in parts.stacks}
+    ends, pull_ends = split_vjp(
+        lambda m: varying_over(layout.gather_at_rest(m, declared_ends), over), given, wanted_ends
     )
+    blocks, pull_blocks = split_vjp(lambda m: varying_over(m, over | {PIPE}), stacks, wanted_stacks)
     nothing = varying_over(jnp.zeros(x.shape, x.dtype), over | {PIPE})
     carry = Carry(
         forth=nothing,
         back=nothing,
         inputs=varying_over(jnp.zeros((plan.slots, *x.shape), x.dtype), over | {PIPE}),
-        blocks=sums_for(blocks),
-        ends=sums_for(ends),
+        blocks=sums_for(blocks[0]),
+        ends=sums_for(ends[0]),
         loss=varying_over(jnp.zeros((), jnp.float32), frozenset({DATA, CONTEXT})),
     )
     carry = Program(parts, loss, ends, blocks, rows, features, rounds).run(carry, ticks_of(plan))
-    (of_ends,) = pull_ends(jax.tree.map(lambda d, w: d.astype(w.dtype), carry.ends, ends))
-    (of_blocks,) = pull_blocks(jax.tree.map(lambda d, w: d.astype(w.dtype), carry.blocks, blocks))
+    (of_ends,) = pull_ends(jax.tree.map(lambda d, w: d.astype(w.dtype), carry.ends, ends[0]))
+    (of_blocks,) = pull_blocks(jax.tree.map(lambda d, w: d.astype(w.dtype), carry.blocks, blocks[0]))
     return lax.psum(carry.loss, (DATA, CONTEXT)), with_stacks(of_ends, parts, of_blocks)
+
+
+def split_vjp(change: Callable[[Tree], Tree], tree: Tree, wanted: Any) -> tuple[tuple[Tree, Tree], Callable]:
+    """`change(tree)`, its wanted leaves and the others apart, and the pullback of the former to those of `tree`."""
+    chosen, fixed = eqx.partition(tree, wanted)
+
+    def run(chosen: Tree) -> tuple[Tree, Tree]:
+        return eqx.partition(change(eqx.combine(chosen, fixed)), wanted)
+
+    chosen, pull, fixed = jax.vjp(run, chosen, has_aux=True)
+    return (chosen, fixed), pull
 
 
 def with_stacks(model: Tree, parts: Parts, stacks: Mapping[str, Any]) -> Tree:
@@ -268,46 +300,97 @@ def with_stacks(model: Tree, parts: Parts, stacks: Mapping[str, Any]) -> Tree:
     return eqx.tree_at(lambda m: [getattr(m, n) for n in parts.stacks], model, new, is_leaf=lambda x: x is None)
 
 
+@runtime_checkable
+class LossAndGrad(Protocol):
+    """Loss and gradient on a mesh: a pure function, to be jitted. Inputs beside the labels are those of `Forward`.
+
+    The loss is the mean over the labels that count: those within the vocabulary, and of them those of `counts`.
+    """
+
+    def __call__(
+        self,
+        model: Any,
+        tokens: Int[Host, "batch seq"],
+        labels: Int[Host, "batch seq"],
+        counts: Bool[Host, "batch seq"] | None = None,
+        *,
+        lengths: Int[Host, " batch"] | None = None,
+        mask: Bool[Host, "batch seq"] | None = None,
+        positions: Int[Host, "batch seq *axes"] | None = None,
+        features: Float[Host, "rows embed"] | None = None,
+        places: Int[Host, "batch seq"] | None = None,
+    ) -> tuple[Float[Array, ""], Any]: ...
+
+
 def loss_and_grad(
     what: str,
     parts: Parts,
     declared: Any,
     mesh: Mesh | AbstractMesh,
     *,
-    vocab: int,
-    seq_ways: int,
+    problems: Problems,
     loss: Loss,
+    trainable: str | Iterable[str] | None,
+    residual: Residual,
     microbatches: int | None,
-) -> Callable[..., tuple[Float[Array, ""], Any]]:
-    """The function `f(model, tokens, labels, counts, features, **given)` of a family's `loss_and_grad`."""
-    fixed = [p for p, q in layout.named(declared).items() if not jnp.issubdtype(q.dtype, np.floating) or q.fixed]
-    problem = f"{', '.join(fixed[:3])}: quantized weights have no gradient: differentiate a loss of `forward` instead"
-    fail_if([problem] if fixed else [], what)
+) -> LossAndGrad:
+    """What a family's `loss_and_grad` returns; `what` is asked for it.
 
-    def f(model: Any, tokens: Array, labels: Array, counts: Array | None, features: Array | None, **given: Any) -> Any:
-        cut = pipeline.microbatches_for(microbatches, mesh, tokens.shape[0])
+    The same numbers as the gradient of `losses.cross_entropy(forward(...), labels, counts)`, in less memory where
+    layers are split over `pipe` or rows cut into microbatches. The gradient is that of the model's weights, split like
+    them; the layers run in rounds if `declared` is `pipeline.interleaved`.
+
+    Args:
+        loss: `(logits, labels, weights) -> number` of one microbatch on one device, inside of the `shard_map`: logits
+            are split over VOCAB, the weights of all labels that count are 1 / their number. Losses of all microbatches
+            and devices are summed.
+        trainable: patterns of the paths of the leaves that a gradient is wanted of, as `training.make_step` takes them;
+            None is all. The others have None for theirs. "*.lora.*.[ab]" are those of adapters, as beside quantized
+            weights, which have no gradient.
+
+    Raises:
+        InputError: weights without a gradient among the trainable ones; a pattern that matches no leaf.
+    """
+    trained = trainable_part(declared, trainable)
+    chosen = layout.named(trained)
+    fixed = [p for p, q in chosen.items() if not jnp.issubdtype(q.dtype, np.floating) or q.fixed]
+    problem = (
+        f"{', '.join(fixed[:3])}: have no gradient (quantized, or fixed)"
+    )
+    fail_if([f"{problem}: pass trainable= without them, as '*.lora.*.[ab]'"] if fixed else [], what)
+    wanted = jax.tree.unflatten(jax.tree.structure(declared), [path in chosen for path in layout.named(declared)])
+    seq_ways, vocab = seq_ways_of(mesh, residual), declared.config.vocab
+
+    @jaxtyped(typechecker=beartype)
+    def f(
+        model: Any,
+        tokens: Int[Host, "batch seq"],
+        labels: Int[Host, "batch seq"],
+        counts: Bool[Host, "batch seq"] | None = None,
+        *,
+        lengths: Int[Host, " batch"] | None = None,
+        mask: Bool[Host, "batch seq"] | None = None,
+        positions: Int[Host, "batch seq *axes"] | None = None,
+        features: Float[Host, "rows embed"] | None = None,
+        places: Int[Host, "batch seq"] | None = None,
+    ) -> tuple[Float[Array, ""], Any]:
+        given = {"lengths": lengths, "mask": mask, "positions": positions, "places": places}
+        fail_if(problems(model, features=features, **given), what)
         counted = weights(jnp.asarray(labels), counts, vocab)
-        arrays = {"tokens": tokens, "labels": labels, "weights": counted} | {
-            k: v for k, v in given.items() if v is not None
-        }
-        arrays = {k: padded(jnp.asarray(v), mesh.shape[DATA] * cut, seq_ways) for k, v in arrays.items()}
+        rows = {"tokens": tokens, "labels": labels, "weights": counted, **given}
+        cut = pipeline.microbatches_for(microbatches, mesh, tokens.shape[0])
+        arrays = {k: pad(jnp.asarray(v), mesh.shape[DATA] * cut, seq_ways) for k, v in rows.items() if v is not None}
         specs = {k: P(DATA) if v.ndim == 1 else P(DATA, CONTEXT) for k, v in arrays.items()}
-        placed = layout.specs(declared)
         shard = jax.shard_map(
-            functools.partial(gradients, parts, declared, loss, cut),
+            functools.partial(gradients, parts, declared, wanted, loss, cut),
             mesh=mesh,
-            in_specs=(placed, specs, P()),
-            out_specs=(P(), placed),
+            in_specs=(layout.specs(declared), specs, P()),
+            out_specs=(P(), layout.specs(trained)),
             check_vma=True,
         )
         return shard(model, arrays, None if features is None else jnp.asarray(features))
 
     return f
-
-
-def padded(x: Array, batch_ways: int, seq_ways: int) -> Array:
-    x = pad(x, 0, batch_ways)
-    return x if x.ndim == 1 else pad(x, 1, seq_ways)
 
 
 def weights(

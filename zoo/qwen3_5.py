@@ -12,25 +12,32 @@ layer.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Generic, TypeVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from beartype import beartype
 from jax import P, lax
 from jax.sharding import AbstractMesh, Mesh
-from jaxtyping import Array, Bool, Float, Int, jaxtyped
+from jaxtyping import Array, Float, Int
 
 from shardzoo.errors import InputError, fail_if
-from shardzoo.zoo import delta_net, layout, pipeline, pipeline_gradients
+from shardzoo.zoo import delta_net, language_model, layout, pipeline, pipeline_gradients
 from shardzoo.zoo.attention import attention
-from shardzoo.zoo.decoder import Host, check_run, pad, seq_ways_of, sequence_positions
 from shardzoo.zoo.decoder_model import Mlp
 from shardzoo.zoo.delta_net import DeltaNet
 from shardzoo.zoo.families import Family, TraceSizes, register
+from shardzoo.zoo.language_model import (
+    Forward,
+    Run,
+    check_run,
+    input_problems,
+    own_places,
+    sequence_positions,
+    with_features,
+)
 from shardzoo.zoo.layers import (
     WHOLE_STREAM,
     ColumnLinear,
@@ -39,7 +46,6 @@ from shardzoo.zoo.layers import (
     RMSNorm,
     RowLinear,
     gather_residual,
-    own_share,
 )
 from shardzoo.zoo.layout import Param
 from shardzoo.zoo.mesh import CONTEXT, DATA, KV, PIPE, TP, VOCAB
@@ -277,33 +283,6 @@ def declare(config: Config, dtype: Any = np.float32) -> Qwen35:
     return layout.astype(Qwen35.declare(config), dtype)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Run:
-    """How `forward` runs; the options are explained there."""
-
-    residual: Residual = "whole"
-    remat: Remat = False
-    dtype: Any = None
-    microbatches: int = 1
-
-
-@runtime_checkable
-class Forward(Protocol):
-    """See `forward`."""
-
-    def __call__(
-        self,
-        model: Qwen35,
-        tokens: Int[Host, "batch seq"],
-        *,
-        lengths: Int[Host, " batch"] | None = None,
-        mask: Bool[Host, "batch seq"] | None = None,
-        positions: Int[Host, "batch seq *axes"] | None = None,
-        features: Float[Host, "rows embed"] | None = None,
-        places: Int[Host, "batch seq"] | None = None,
-    ) -> Float[Array, "batch seq vocab"]: ...
-
-
 def forward(
     declared: Qwen35,
     mesh: Mesh | AbstractMesh,
@@ -315,18 +294,9 @@ def forward(
 ) -> Forward:
     """The pure function `f(model, tokens, *, lengths, mask, positions, features, places)`: to be jitted.
 
-    It returns logits [batch, seq, vocab], split like batch, seq and vocabulary. Any batch and length will do: both are
-    padded to what the mesh needs, and the result is cut back.
-
-    f's arguments, beside the live model and the tokens:
-        lengths: valid prefix of each row (rows padded on the right); results beyond it mean nothing.
-        mask: True for tokens that others may see, for padding on any side; results on padding and after it are those of
-            the transformers library: attention does not see these tokens, DeltaNet reads zeros there, which still wears
-            its state down. Not with `lengths`.
-        positions: of the tokens, for the rotation only; 0, 1, 2 ... if not given. Those along the axes time, row and
-            column are [batch, seq, 3].
-        features, places: what stands in for embeddings, such as the states of an image: `places` says for each token
-            which row of `features` replaces its embedding, or -1. Both or neither.
+    It returns logits [batch, seq, vocab], split like batch, seq and vocabulary. What f takes is explained at
+    `language_model.Forward`. Of tokens out of its mask DeltaNet reads zeros, which still wears its state down, so that
+    results after them are not those of a row without them; positions along axes are those of time, row and column.
 
     Args:
         residual: "seq" splits the stream between layers along the sequence over the tensor axes as well.
@@ -341,55 +311,20 @@ def forward(
     """
     check_run("qwen3_5.forward", declared, mesh, residual, remat, microbatches)
     run = Run(residual=residual, remat=remat, dtype=None if dtype is None else jnp.dtype(dtype))
-    sequence = {name: P(DATA, CONTEXT) for name in ("tokens", "mask", "positions", "places")}
-    split = {**sequence, "lengths": P(DATA), "features": P()}
-    seq_ways = seq_ways_of(mesh, residual)
 
-    @jaxtyped(typechecker=beartype)
-    def f(
-        model: Qwen35,
-        tokens: Int[Host, "batch seq"],
-        *,
-        lengths: Int[Host, " batch"] | None = None,
-        mask: Bool[Host, "batch seq"] | None = None,
-        positions: Int[Host, "batch seq *axes"] | None = None,
-        features: Float[Host, "rows embed"] | None = None,
-        places: Int[Host, "batch seq"] | None = None,
-    ) -> Float[Array, "batch seq vocab"]:
-        fail_if(input_problems(declared.config, lengths, mask, positions, features, places), "qwen3_5.forward")
-        given = {"tokens": tokens, "lengths": lengths, "mask": mask, "positions": positions, "places": places}
-        cut = pipeline.microbatches_for(microbatches, mesh, tokens.shape[0])
-        arrays = {k: pad(jnp.asarray(v), mesh.shape[DATA] * cut, seq_ways) for k, v in given.items() if v is not None}
-        arrays |= {} if features is None else {"features": jnp.asarray(features)}
-        shard = jax.shard_map(
-            lambda model, arrays: _forward(model, declared, dataclasses.replace(run, microbatches=cut), **arrays),
-            mesh=mesh,
-            in_specs=(layout.specs(declared), {k: split[k] for k in arrays}),
-            out_specs=P(DATA, CONTEXT, VOCAB),
-            check_vma=True,
-        )
-        return shard(model, arrays)[: tokens.shape[0], : tokens.shape[1]]
+    def one_device(model: Qwen35, microbatches: int, **inputs: Array) -> Float[Array, "batch seq vocab"]:
+        return _forward(model, declared, dataclasses.replace(run, microbatches=microbatches), **inputs)
 
-    return f
-
-
-@runtime_checkable
-class LossAndGrad(Protocol):
-    """See `loss_and_grad`."""
-
-    def __call__(
-        self,
-        model: Qwen35,
-        tokens: Int[Host, "batch seq"],
-        labels: Int[Host, "batch seq"],
-        counts: Bool[Host, "batch seq"] | None = None,
-        *,
-        lengths: Int[Host, " batch"] | None = None,
-        mask: Bool[Host, "batch seq"] | None = None,
-        positions: Int[Host, "batch seq *axes"] | None = None,
-        features: Float[Host, "rows embed"] | None = None,
-        places: Int[Host, "batch seq"] | None = None,
-    ) -> tuple[Float[Array, ""], Qwen35]: ...
+    return language_model.forward(
+        "qwen3_5.forward",
+        declared,
+        mesh,
+        one_device,
+        problems=lambda model, **inputs: problems(declared.config, **inputs),
+        out_specs=P(DATA, CONTEXT, VOCAB),
+        residual=residual,
+        microbatches=microbatches,
+    )
 
 
 def loss_and_grad(
@@ -397,26 +332,20 @@ def loss_and_grad(
     mesh: Mesh | AbstractMesh,
     *,
     loss: pipeline_gradients.Loss = pipeline_gradients.token_loss,
+    trainable: str | Iterable[str] | None = None,
     residual: Residual = "whole",
     remat: Remat = False,
     dtype: Any = None,
     microbatches: int | None = None,
-) -> LossAndGrad:
+) -> pipeline_gradients.LossAndGrad:
     """The pure function `f(model, tokens, labels, counts, ...)`: loss and gradient by "1f1b", to be jitted.
 
-    The same numbers as the gradient of `losses.cross_entropy(forward(...), labels, counts)`, the mean over the labels
-    that count, in less memory where layers are split over `pipe` or rows cut into microbatches. The gradient is that
-    of the model's weights, split like them; the layers run in rounds if `declared` is `pipeline.interleaved`.
-
-    Args:
-        loss: `(logits, labels, weights) -> number` of one microbatch on one device, inside of the `shard_map`: logits
-            are split over VOCAB, the weights of all labels that count are 1 / their number. Losses of all microbatches
-            and devices are summed.
-        residual, remat, dtype, microbatches: as in `forward`. Layers are computed again in any case; `remat` says what
-            is kept for one microbatch in one stage.
+    f, `loss` and `trainable` are explained at `pipeline_gradients.LossAndGrad` and `.loss_and_grad`; the other options
+    are those of `forward`. Layers are computed again in any case: `remat` says what is kept for one microbatch in one
+    stage.
 
     Raises:
-        InputError: as `forward`; quantized weights.
+        InputError: as `forward`; quantized weights among the trainable ones; a pattern that matches no leaf.
     """
     check_run("qwen3_5.loss_and_grad", declared, mesh, residual, remat, microbatches)
     run = Run(residual=residual, remat=remat, dtype=None if dtype is None else jnp.dtype(dtype))
@@ -426,46 +355,22 @@ def loss_and_grad(
         stage=functools.partial(stage, declared=declared, run=run),
         leave=lambda model, x: model.logits(model.norm(x), residual),
     )
-    step = pipeline_gradients.loss_and_grad(
+    return pipeline_gradients.loss_and_grad(
         "qwen3_5.loss_and_grad",
         parts,
         declared,
         mesh,
+        problems=lambda model, **inputs: problems(declared.config, **inputs),
         loss=loss,
-        vocab=declared.config.vocab,
-        seq_ways=seq_ways_of(mesh, residual),
+        trainable=trainable,
+        residual=residual,
         microbatches=microbatches,
     )
 
-    @jaxtyped(typechecker=beartype)
-    def f(
-        model: Qwen35,
-        tokens: Int[Host, "batch seq"],
-        labels: Int[Host, "batch seq"],
-        counts: Bool[Host, "batch seq"] | None = None,
-        *,
-        lengths: Int[Host, " batch"] | None = None,
-        mask: Bool[Host, "batch seq"] | None = None,
-        positions: Int[Host, "batch seq *axes"] | None = None,
-        features: Float[Host, "rows embed"] | None = None,
-        places: Int[Host, "batch seq"] | None = None,
-    ) -> tuple[Float[Array, ""], Qwen35]:
-        problems = input_problems(declared.config, lengths, mask, positions, features, places)
-        fail_if(problems, "qwen3_5.loss_and_grad")
-        given = {"lengths": lengths, "mask": mask, "positions": positions, "places": places}
-        return step(model, tokens, labels, counts, features, **given)
 
-    return f
-
-
-def input_problems(config: Config, lengths, mask, positions, features, places) -> Iterator[str]:
+def problems(config: Config, *, positions=None, **others) -> Iterator[str]:
     """What is wrong with the inputs of a forward pass, or of a prompt."""
-    if lengths is not None and mask is not None:
-        yield "lengths and mask were both given: give one of them"
-    if (features is None) != (places is None):
-        yield "features and places go together: give both or neither"
-    if features is not None and features.shape[1] != config.embed:
-        yield f"features: width {features.shape[1]} is not the model's embed={config.embed}: give those of this model"
+    yield from input_problems(config.embed, **others)
     axes = () if positions is None else positions.shape[2:]
     if axes not in ((), (AXES,)):
         yield f"positions: axes {axes} are not those of time, row and column: give {AXES} numbers a token, or one"
@@ -493,11 +398,8 @@ def enter(
     model: Qwen35, rows: dict[str, Array], features: Float[Array, "rows embed"] | None = None, *, run: Run
 ) -> Float[Array, "batch part_seq embed"]:
     """The stream before the first layer, the same on every device of `pipe`."""
-    x, places = model.embed(rows["tokens"], run.dtype, run.residual), rows.get("places")
-    if features is None or places is None:
-        return x
-    own = places if run.residual == "whole" else own_share(places, TP)
-    return jnp.where(own[..., None] < 0, x, features.astype(x.dtype)[jnp.maximum(own, 0)])
+    x = model.embed(rows["tokens"], run.dtype, run.residual)
+    return with_features(x, features, own_places(rows, run.residual))
 
 
 def stage(

@@ -24,12 +24,12 @@ from shardzoo.zoo import generate as shared
 from shardzoo.zoo import layout, pipeline
 from shardzoo.zoo.attention import attention, cached_attention
 from shardzoo.zoo.cache import CACHE_SPECS, Cache, empty
-from shardzoo.zoo.decoder import sequence_positions
 from shardzoo.zoo.delta_net import RECURRENT_SPECS, Recurrent, empty_recurrent
 from shardzoo.zoo.generate import Engine, State, check_prompts, last_rows, next_logits
 from shardzoo.zoo.in_place import block_at
+from shardzoo.zoo.language_model import sequence_positions, with_features
 from shardzoo.zoo.mesh import CONTEXT, DATA, KV, PIPE
-from shardzoo.zoo.qwen3_5 import Config, Qwen35, gather_ends, input_problems, rotary
+from shardzoo.zoo.qwen3_5 import Config, Qwen35, gather_ends, problems, rotary
 
 __all__ = ["ENGINE", "check_prompts", "complete", "generate", "stream"]
 
@@ -61,12 +61,11 @@ def prefill(
 
     `positions`, `features` and `places` are as in `qwen3_5.forward`; tokens to come go on after the largest position.
     """
-    fail_if(input_problems(model.config, None, None, positions, features, places), "qwen3_5 generate")
+    given = {"positions": positions, "features": features, "places": places}
+    fail_if(problems(model.config, **given), "qwen3_5 generate")
     config, order = model.config, sequence_positions(tokens.shape[1])
     turn, blocks = rotary(config, order if positions is None else positions), config.super_blocks // lax.axis_size(PIPE)
-    x = model.embed(tokens, dtype, in_place=True)
-    if features is not None and places is not None:
-        x = jnp.where(places[..., None] < 0, x, features.astype(x.dtype)[jnp.maximum(places, 0)])
+    x = with_features(model.embed(tokens, dtype, in_place=True), features, places)
     cache = HybridCache(
         attn=empty(
             order, lengths, steps=steps, layers=blocks,

@@ -30,9 +30,9 @@ from jaxtyping import Array, Bool, Float, Int, jaxtyped
 from shardzoo.errors import fail_if
 from shardzoo.zoo import layout
 from shardzoo.zoo.attention import attention
-from shardzoo.zoo.decoder import pad, sequence_positions
 from shardzoo.zoo.families import Family, TraceSizes, register
 from shardzoo.zoo.in_place import block_at
+from shardzoo.zoo.language_model import pad, sequence_positions
 from shardzoo.zoo.layers import (
     ColumnLinear,
     Embedding,

@@ -5,6 +5,7 @@ import functools
 import itertools
 import re
 
+import equinox as eqx
 import jax
 import jax.extend
 import jax.numpy as jnp
@@ -26,6 +27,7 @@ from shardzoo.zoo import (
     quantize,
     qwen3_5,
     qwen3_5_generate,
+    training,
 )
 from shardzoo.zoo.families import config_to_json, find_preset
 from shardzoo.zoo.linears import linear_layers
@@ -180,6 +182,36 @@ def test_one_forward_one_backward(name, degrees, options):
     assert_close(trained(name, degrees, **options), differentiated(name))
 
 
+ADAPTERS = "*.lora.*.[ab]"
+
+
+@pytest.mark.parametrize(
+    "name, degrees, rounds",
+    [("dense", dict(pipe=2), 2), pytest.param("hybrid", dict(pipe=2, tensor=2), 1, marks=pytest.mark.slow)],
+)
+def test_adapters_beside_quantized_weights_are_trained(name, degrees, rounds):
+    """Their gradients, and no others, are those of the differentiated forward pass on one device."""
+    family, config, values = MODELS[name]
+    declared, host, style = quantized_with_adapters(family, config, values, np.random.default_rng(3))
+    labels, counts = losses.next_tokens(MORE, MORE_LENGTHS)
+    one = make_mesh()
+    whole, model = adapters.attach(declared, layout.place(declared, one, host), one, [style])
+    forward, (chosen, fixed) = family.forward(whole, one), training.split_trainable(model, ADAPTERS)
+
+    def loss(chosen):
+        return losses.cross_entropy(forward(eqx.combine(chosen, fixed), MORE, lengths=MORE_LENGTHS), labels, counts)
+
+    want = jax.jit(jax.value_and_grad(loss))(chosen)
+    mesh = make_mesh(**degrees)
+    plain, model = adapters.attach(declared, layout.place(declared, mesh, host), mesh, [style])
+    form = pipeline.interleaved(plain, rounds)
+    step = jax.jit(family.loss_and_grad(form, mesh, trainable=ADAPTERS, microbatches=3))
+    value, got = step(pipeline.as_declared(model, form, mesh), MORE, labels, counts, lengths=MORE_LENGTHS)
+    assert jax.tree.structure(got) == jax.tree.structure(training.split_trainable(model, ADAPTERS)[0])
+    found, whole = jax.tree.map(np.asarray, ((value, got), want))
+    assert_close(jax.tree.map(lambda g, w: g.reshape(w.shape), found, whole), whole)
+
+
 SIZES = [(p, m, v) for p in (1, 2, 3, 4, 8, 16) for m in (1, 2, 3, 4, 5, 8, 16) for v in (1, 2, 3)]
 
 
@@ -292,21 +324,26 @@ def test_generation_through_stages(name, module):
         np.testing.assert_array_equal(np.asarray(one), np.asarray(two))
 
 
-@pytest.mark.slow
-def test_hidden_states_features_and_quantized_weights_with_adapters_through_stages():
-    """What `encode` and image-reading models ask for, of weights in other forms, is the same through two stages."""
-    config = dataclasses.replace(DENSE, rope=Rope(sections=(1, 1, 1)))
-    declared, draw = quantize.declare(decoder.declare(config), "int8"), np.random.default_rng(2)
-    values = {
+def quantized_with_adapters(family, config, values, draw):
+    """The declaration in int8, values for it on the host, and an adapter of every linear layer."""
+    declared = quantize.declare(family.declare(config), "int8")
+    host = {
         k: draw.integers(-99, 99, p.shape).astype(np.int8) if p.fixed else 0.02 * v if k.endswith("scale") else v
-        for (k, p), v in zip(layout.named(declared).items(), layout.named(harsh(declared)).values(), strict=True)
+        for (k, p), v in zip(layout.named(declared).items(), layout.named(values(declared)).values(), strict=True)
     }
     factors = {}
     for path, layer in linear_layers(declared).items():
         lora = adapters.declare_lora(layer, 3)
         a, b = (np.asarray(0.2 * draw.normal(size=s), np.float32) for s in (lora.a.shape, lora.b.shape))
         factors[path] = adapters.Factors(a=a, b=b, ratio=np.ones(lora.ratio.shape, np.float32))
-    style = adapters.Adapter(name="style", strength=0.5, factors=factors)
+    return declared, layout.fill(declared, host), adapters.Adapter(name="style", strength=0.5, factors=factors)
+
+
+@pytest.mark.slow
+def test_hidden_states_features_and_quantized_weights_with_adapters_through_stages():
+    """What `encode` and image-reading models ask for, of weights in other forms, is the same through two stages."""
+    config, draw = dataclasses.replace(DENSE, rope=Rope(sections=(1, 1, 1))), np.random.default_rng(2)
+    declared, host, style = quantized_with_adapters(decoder, config, harsh, draw)
     given = dict(
         features=draw.normal(size=(7, 16)).astype(np.float32),
         places=np.where(draw.random((B, S)) < 0.4, draw.integers(0, 7, (B, S)), -1),
@@ -316,8 +353,7 @@ def test_hidden_states_features_and_quantized_weights_with_adapters_through_stag
     got = []
     for degrees, options in (({}, {}), (dict(pipe=2, tensor=2, context=2), dict(in_place=True)), (dict(pipe=4), {})):
         mesh = make_mesh(**degrees)
-        live = layout.place(declared, mesh, layout.fill(declared, values))
-        both = adapters.attach(declared, live, mesh, [style])
+        both = adapters.attach(declared, layout.place(declared, mesh, host), mesh, [style])
         f = decoder.forward(both[0], mesh, hidden_states=(0, 1, 3, 4), **options)
         got.append(jax.tree.map(np.asarray, jax.jit(f)(both[1], TOKENS, **given)))
     assert_close(got[1], got[0])
@@ -369,6 +405,11 @@ def test_refusals():
     for make in (decoder.forward, decoder.loss_and_grad):
         with pytest.raises(InputError, match="microbatches=0 is not at least 1"):
             make(declared, make_mesh(), microbatches=0)
+    quantized = quantize.declare(declared, "int8")
+    with pytest.raises(InputError, match=r"\.values: have no gradient \(quantized.*pass trainable="):
+        decoder.loss_and_grad(quantized, make_mesh())
+    with pytest.raises(InputError, match=r"trainable='\*\.lora\.\*\.\[ab\]' matches no leaf"):
+        decoder.loss_and_grad(quantized, make_mesh(), trainable=ADAPTERS)
     with pytest.raises(InputError, match="layer=4 does not divide by rounds=3"):
         pipeline.interleaved(declared, 3)
     with pytest.raises(InputError, match="in rounds already"):
