@@ -127,25 +127,9 @@ def declare(config: Config, dtype: Any = np.float32) -> Vision:
 
 
 def forward(declared: Vision, mesh: Mesh | AbstractMesh, *, remat: Remat = False, dtype: Any = None) -> Forward:
-    """The pure function `f(model, pixels, *, grids)`: jit it, or call it inside a jitted function.
+    """The pure function `f(model, pixels, *, grids)`, of patches as `qwen2_5_vl_inputs.patches` makes them.
 
-    It returns the features of all images, one for each square of patches, in the order of the tokens that they stand in
-    for, the same on all devices. Any number of patches will do: they are padded to what the mesh needs.
-
-    f's arguments, beside the live model:
-        pixels: patches of the images, one image after another, as `qwen2_5_vl_inputs.patches` makes them.
-        grids: frames, rows and columns of patches of each image; not traced.
-
-    Collectives, besides those of the blocks and the merger: an all-gather of the features over `context`.
-
-    Args:
-        remat: compute each block again in the backward pass rather than keep its activations: all of it, or what a
-            policy says (`remat.py`).
-        dtype: of the activations; None is that of the weights.
-
-    Raises:
-        InputError: the mesh does not fit the declaration; an unknown policy; from f, pixels that are not those of the
-            grids.
+    f is explained at `qwen_vision.Forward`; options and errors are those of `qwen_vision.forward`.
     """
     return qwen_vision.forward(declared, mesh, "qwen2_5_vl.forward", remat=remat, dtype=dtype)
 

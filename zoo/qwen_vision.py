@@ -180,13 +180,32 @@ class Tower(Protocol):
 
 @runtime_checkable
 class Forward(Protocol):
-    """See `forward`."""
+    """A tower's forward pass on a mesh: a pure function, to be jitted or called inside a jitted function.
+
+    It returns the features of all images, one for each square of patches, in the order of the tokens that they stand in
+    for, the same on all devices. Any number of patches will do: they are padded to what the mesh needs. Arguments,
+    beside the live model:
+        pixels: patches of the images and videos, one after another, as the family's inputs module makes them.
+        grids: frames, rows and columns of patches of each; not traced. Patches of one frame see each other.
+
+    Collectives, besides those of the blocks and the merger: an all-gather of the features over `context`.
+    """
 
     def __call__(self, model: Any, pixels: Float[Host, "seq pixels"], *, grids: Grids) -> Float[Array, "rows out"]: ...
 
 
 def forward(declared: Tower, mesh: Mesh | AbstractMesh, name: str, *, remat: Remat, dtype: Any) -> Forward:
-    """The forward pass of a tower, which the `forward` of its family explains; errors say `name`."""
+    """What the `forward` of a family returns; errors say `name`.
+
+    Args:
+        remat: compute each block again in the backward pass rather than keep its activations: all of it, or what a
+            policy says (`remat.py`).
+        dtype: of the activations; None is that of the weights.
+
+    Raises:
+        InputError: the mesh does not fit the declaration; an unknown policy; from what it returns, pixels that are not
+            those of the grids.
+    """
     layout.audit(declared, mesh)
     check_remat(name, remat)
     dtype = None if dtype is None else jnp.dtype(dtype)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from mesh_parity import assert_close, harsh
+from vision_prompt import seen_and_read
 
 from shardzoo.errors import InputError
 from shardzoo.zoo import decoder, layout, qwen2_5_vl, qwen2_5_vl_inputs
@@ -37,23 +38,19 @@ WHERE = dict(
 
 def run(degrees, at_rest=None, residual="whole", **options):
     """Features, two states of the prompt that they are in, and the gradients of a weighted sum of the latter."""
-    eyes, mind = qwen2_5_vl.declare(CONFIG), decoder.encoder_part(decoder.declare(TEXT), (1, 2))
-    values = harsh(eyes), harsh(mind)
-    if at_rest:
-        eyes, mind = (layout.split_at_rest(x, at_rest, layout.with_kv(x, degrees), smallest=64) for x in (eyes, mind))
-    mesh = make_mesh(data=degrees.data, context=degrees.context, tensor=degrees.tensor, kv_heads=2)
-    see = qwen2_5_vl.forward(eyes, mesh, **options)
-    read = decoder.encode(mind, mesh, layers=(1, 2), residual=residual)
+    parts = qwen2_5_vl.declare(CONFIG), decoder.encoder_part(decoder.declare(TEXT), (1, 2))
 
-    def total(eyes, mind, pixels):
-        features = see(eyes, pixels, grids=GRIDS)
-        states = read(mind, TOKENS, MASK, features=features, **WHERE)
-        return jnp.sum(states * COTANGENT), (features, states)
+    def read(declared, mesh):
+        encode = decoder.encode(declared, mesh, layers=(1, 2), residual=residual)
 
-    placed = [layout.place(x, mesh, v) for x, v in zip((eyes, mind), values, strict=True)]
-    both = jax.jit(jax.value_and_grad(total, (0, 1, 2), has_aux=True))
-    (_, out), (of_eyes, of_mind, of_pixels) = both(*placed, PIXELS)
-    return jax.tree.map(np.asarray, (*out, layout.named(of_eyes), layout.named(of_mind), of_pixels))
+        def f(model, features):
+            states = encode(model, TOKENS, MASK, features=features, **WHERE)
+            return jnp.sum(states * COTANGENT), states
+
+        return f
+
+    see = functools.partial(qwen2_5_vl.forward, **options)
+    return seen_and_read(parts, [*map(harsh, parts)], degrees, 2, see, read, PIXELS, GRIDS, at_rest)
 
 
 @functools.cache

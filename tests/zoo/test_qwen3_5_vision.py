@@ -12,6 +12,7 @@ import pytest
 from mesh_parity import assert_close, harsh
 from tiny_qwen3_5 import CONFIG as TEXT
 from tiny_qwen3_5 import weights
+from vision_prompt import seen_and_read
 
 from shardzoo.errors import InputError
 from shardzoo.zoo import layout, qwen3_5, qwen3_5_inputs, qwen3_5_vision
@@ -37,23 +38,19 @@ WHERE = dict(
 
 def run(degrees, at_rest=None, residual="whole", **options):
     """Features, logits of the prompt that they are in, and the gradients of a weighted sum of the latter."""
-    eyes, mind = qwen3_5_vision.declare(CONFIG), qwen3_5.declare(TEXT)
-    values = harsh(eyes), weights(mind)
-    if at_rest:
-        eyes, mind = (layout.split_at_rest(x, at_rest, layout.with_kv(x, degrees), smallest=64) for x in (eyes, mind))
-    mesh = make_mesh(data=degrees.data, context=degrees.context, tensor=degrees.tensor, kv_heads=4)
-    see = qwen3_5_vision.forward(eyes, mesh, **options)
-    read = qwen3_5.forward(mind, mesh, residual=residual)
+    parts = qwen3_5_vision.declare(CONFIG), qwen3_5.declare(TEXT)
 
-    def total(eyes, mind, pixels):
-        features = see(eyes, pixels, grids=IMAGES + VIDEOS)
-        logits = read(mind, TOKENS, mask=MASK, features=features, **WHERE)
-        return jnp.sum(logits * COTANGENT), (features, logits * MASK[..., None])
+    def read(declared, mesh):
+        forward = qwen3_5.forward(declared, mesh, residual=residual)
 
-    placed = [layout.place(x, mesh, v) for x, v in zip((eyes, mind), values, strict=True)]
-    both = jax.jit(jax.value_and_grad(total, (0, 1, 2), has_aux=True))
-    (_, out), (of_eyes, of_mind, of_pixels) = both(*placed, PIXELS)
-    return jax.tree.map(np.asarray, (*out, layout.named(of_eyes), layout.named(of_mind), of_pixels))
+        def f(model, features):
+            logits = forward(model, TOKENS, mask=MASK, features=features, **WHERE)
+            return jnp.sum(logits * COTANGENT), logits * MASK[..., None]
+
+        return f
+
+    see, values = functools.partial(qwen3_5_vision.forward, **options), (harsh(parts[0]), weights(parts[1]))
+    return seen_and_read(parts, values, degrees, 4, see, read, PIXELS, IMAGES + VIDEOS, at_rest)
 
 
 @functools.cache
