@@ -16,16 +16,18 @@ from typing import Self
 
 _SERVER = """
 import os, sys, signal
+from shardzoo.cli.interrupts import strike_again
 signal.signal(signal.SIGINT, signal.SIG_DFL)
+sys.unraisablehook = strike_again  # as the command line does: a Ctrl-C in a destructor is not lost
 {imports}
 print("ready", flush=True)
 for line in sys.stdin:
     child = os.fork()
     if child == 0:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
         status = 0
-        print(os.getpid(), flush=True)
         try:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            print(os.getpid(), flush=True)
             exec(line.strip().replace(chr(0), chr(10)))
         except KeyboardInterrupt:
             status = 130
