@@ -138,11 +138,13 @@ class Limits:
         exact: degrees that divide every dim, nothing repeated.
         repeating: those that fit besides, by repeating KV heads.
         binding: for the next doublings of the largest exact degree: degree -> the dims that stop it.
+        beside: divisors of the query heads that do not fit -> the other dims that stop them.
     """
 
     exact: tuple[int, ...]
     repeating: tuple[int, ...]
     binding: dict[int, tuple[str, ...]]
+    beside: dict[int, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
     def lines(self) -> Iterator[str]:
         if not self.binding:
@@ -155,6 +157,10 @@ class Limits:
             what = "what makes" if degree in self.repeating else "what stops"
             rest = " repeat heads" if degree in self.repeating else ""
             yield f"  {' and '.join(dims)} {'is' if len(dims) == 1 else 'are'} {what} tensor={degree}{rest}"
+        for dims in dict.fromkeys(self.beside.values()):
+            degrees = ", ".join(str(degree) for degree, of in self.beside.items() if of == dims)
+            verb = "does" if len(dims) == 1 else "do"
+            yield f"  the heads divide by tensor={degrees} too, where {' and '.join(dims)} {verb} not"
 
 
 def limits(declared: Any, pipe: int = 1) -> Limits:
@@ -175,13 +181,15 @@ def limits(declared: Any, pipe: int = 1) -> Limits:
 
     exact = tuple(t for t in range(1, LARGEST + 1) if not any(rest(d, t) for d in split)) or (1,)
     repeating = tuple(t for t in range(1, LARGEST + 1) if t not in exact and fits(t))
+    whole = [n for d in split if d.name == "heads" for n in d.divisors if not rest(d, n) and n not in exact]
+    beside = {n: tuple(f"{d.name}={d.size}" for d in dims) for n in whole if (dims := stopping(n))}
     binding, degree = {}, exact[-1]
     while True:
         degree *= 2
         hard = stopping(degree)
         binding[degree] = tuple(f"{d.name}={d.size}" for d in hard or split if rest(d, degree))
         if hard or degree > LARGEST:
-            return Limits(exact=exact, repeating=repeating, binding=binding)
+            return Limits(exact=exact, repeating=repeating, binding=binding, beside=beside)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from shardzoo.convert.hub import is_hub_address
-from shardzoo.errors import InputError
+from shardzoo.errors import InputError, fail_if
 from shardzoo.zoo import layout
 from shardzoo.zoo.families import family_names, find_preset
 
@@ -27,8 +27,14 @@ class Target:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether `path` is a checkpoint folder of Orbax, ours or not (which `checkpoints.open` then says)."""
-    return (path / "_CHECKPOINT_METADATA").is_file() or (path / "_METADATA").is_file()
+    """Whether `path` is a checkpoint folder of Orbax, ours or not (which `checkpoints.open` then says).
+
+    The folder of a training run is one too: it stands for its last step.
+    """
+    from shardzoo.checkpoints.checkpoint import finished_steps
+
+    markers = ("_CHECKPOINT_METADATA", "_METADATA")
+    return any((path / name).is_file() for name in markers) or bool(finished_steps(path))
 
 
 def one(component: list[str] | None) -> str | None:
@@ -81,14 +87,17 @@ def find_targets(name: str, component: list[str] | None, **reading: Any) -> list
     """The models that `name` means: of a pipeline, or a source of one, its components; else `find_target`.
 
     Raises:
-        InputError: as `find_target`, or a component that is not there.
+        InputError: as `find_target`, a component that is not there, or one of a family that the pipeline cannot use.
     """
     from shardzoo.checkpoints.pipeline import is_pipeline, is_unfinished
     from shardzoo.convert.pipeline import plan_components
+    from shardzoo.zoo.pipelines import family_problems
 
     if is_pipeline(name) or is_unfinished(name):
         pipeline = find_pipeline(Path(name), component)
-        return [_checkpoint(f"{name}/{part}", Path(name) / part) for part in component or pipeline.components]
+        families = {part: one.family for part, one in pipeline.components.items()}
+        fail_if(family_problems(pipeline.kind, families), f"{name}: its components are not of one pipeline")
+        return [_opened(f"{name}/{part}", pipeline.checkpoint(part)) for part in component or pipeline.components]
     variant = reading.pop("variant", None)
     found = find_pipeline_source(name, variant=variant, **reading)
     if found is None:
@@ -124,7 +133,11 @@ def find_target(name: str, **reading: Any) -> Target:
 def _checkpoint(name: str, path: Path) -> Target:
     from shardzoo import checkpoints
 
-    found = checkpoints.open(path)
+    return _opened(name, checkpoints.open(path))
+
+
+def _opened(name: str, found: Any) -> Target:
+    """An open `Checkpoint`."""
     return Target(name, "checkpoint", found.manifest.header.family, found.declared)
 
 

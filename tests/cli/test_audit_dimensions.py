@@ -13,13 +13,17 @@ from shardzoo.cli.dimensions import describe, limits, stages
 from shardzoo.cli.verdicts import judge
 from shardzoo.errors import InputError
 from shardzoo.zoo import decoder, find_preset, layout, schedule
-from shardzoo.zoo.families import TraceSizes, find_family
+from shardzoo.zoo.families import TraceSizes, family_names, find_family
 from shardzoo.zoo.mesh import Degrees, make_mesh
 
 
 def declared(preset):
     family, config = find_preset(preset)
     return family.declare(config)
+
+
+def presets_of(family):
+    return [f"{family}/{name}" for name in find_family(family).presets]
 
 
 def described(preset, **degrees):
@@ -84,6 +88,20 @@ def test_the_heads_of_wan_1_3b_allow_what_is_published_and_its_mlp_less():
     for degree in (3, 6, 12):  # which the sequence is split by instead
         assert not judge(declared("wan/wan2.1-t2v-1.3b"), Degrees(tensor=degree)).fits
         assert described("wan/wan2.1-t2v-1.3b", context=degree).sequence.exact
+    told = limits(declared("wan/wan2.1-t2v-1.3b"))
+    assert told.beside == {degree: ("mlp=8960",) for degree in (3, 6, 12)}
+    assert "  the heads divide by tensor=3, 6, 12 too, where mlp=8960 does not" in told.lines()
+    (mlp,) = [d for d in described("wan/wan2.1-t2v-1.3b").split if d.name == "mlp"]
+    assert mlp.row().endswith("1 2 4 5 7 8 10 14 16 .. 256")
+    assert limits(declared("flux/flux1-dev")).beside == {}
+
+
+@pytest.mark.parametrize("preset", [name for family in family_names() for name in presets_of(family)])
+def test_nothing_is_told_to_divide_that_does_not(preset):
+    model = declared(preset)
+    for degree, dims in limits(model).beside.items():
+        problems = " ".join(judge(model, Degrees(tensor=degree)).problems)
+        assert all(dim in problems for dim in dims), problems
 
 
 def test_the_blocks_of_flux2_divide_each_by_itself():

@@ -163,10 +163,11 @@ def test_a_pipeline_of_components_that_do_not_belong_there_is_refused(folders, t
         (swapped, ("text_encoder", "text_encoder_2")),
         (other, ("text_encoder", "transformer", "vae")),
     ):
-        ended = invoke("generate", folder, "--prompt", PROMPT, *SIZE, "--out", tmp_path / "it.png")
-        assert ended.status == 1 and "its components are not of one pipeline" in ended.err, ended.err
-        assert all(f"{name}: is of family" in ended.err for name in names)
-        assert ended.err.count("is of family") == len(names)
+        generate = ("generate", folder, "--prompt", PROMPT, *SIZE, "--out", tmp_path / "it.png")
+        for ended in (invoke(*generate), invoke("audit", folder, "--mesh", "one")):
+            assert ended.status == 1 and "its components are not of one pipeline" in ended.err, ended.err
+            assert all(f"{name}: is of family" in ended.err for name in names)
+            assert ended.err.count("is of family") == len(names)
 
 
 TEXTS = ("a red fox & the   ox", "THE OX's <|endoftext|>", "naïve  日本\n\n 42 boxes<|im_end|> the", "")

@@ -28,7 +28,7 @@ from shardzoo.zoo import (
     wan_vae,
 )
 from shardzoo.zoo.costs import Collective, costs_of
-from shardzoo.zoo.families import TraceSizes, find_family
+from shardzoo.zoo.families import MODULES, TraceSizes, find_family
 from shardzoo.zoo.mesh import TP, make_mesh
 
 
@@ -189,6 +189,10 @@ def cases():
         for degrees in MESHES:
             quick = name in QUICK and degrees == MESHES[1]
             yield pytest.param(name, degrees, marks=() if quick else pytest.mark.slow, id=f"{name}-{degrees}")
+
+
+def test_every_family_of_the_zoo_is_among_the_cases():
+    assert set(TINY) == set(MODULES)
 
 
 @pytest.mark.parametrize("name, degrees", cases())
