@@ -354,9 +354,7 @@ def loss_and_grad(
     trained = trainable_part(declared, trainable)
     chosen = layout.named(trained)
     fixed = [p for p, q in chosen.items() if not jnp.issubdtype(q.dtype, np.floating) or q.fixed]
-    problem = (
-        f"{', '.join(fixed[:3])}: have no gradient (quantized, or fixed)"
-    )
+    problem = f"{', '.join(fixed[:3])}: have no gradient (quantized, or fixed)"
     fail_if([f"{problem}: pass trainable= without them, as '*.lora.*.[ab]'"] if fixed else [], what)
     wanted = jax.tree.unflatten(jax.tree.structure(declared), [path in chosen for path in layout.named(declared)])
     seq_ways, vocab = seq_ways_of(mesh, residual), declared.config.vocab
