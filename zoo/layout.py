@@ -13,6 +13,7 @@ collective, and every other part of the project takes it from here.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, TypeVar
@@ -214,20 +215,49 @@ def on_device(live: Tree, declared: Tree) -> Tree:
     )
 
 
-def gather_at_rest(live: Tree, declared: Tree, *, to: str = "varying") -> Tree:
+def gather_at_rest(
+    live: Tree, declared: Tree, *, to: str = "varying", narrow: Mapping[str, np.dtype] | None = None
+) -> Tree:
     """The leaves as their layers use them: on the device, all-gathered over the axes that only split them at rest.
 
     `declared` may still have the `layer` dim that a scan has taken off `live`. `to="invarying"` makes the result known
     to be equal on these axes, for activations that are too (a decode step); the gradient is scattered for "varying".
+
+    `narrow` names leaves, by path, that their layers cast to a dtype before anything else, and that dtype: where it is
+    the narrower one they are cast before they are gathered, which moves fewer bytes and gives the same. Gradients are
+    scattered in the stored dtype still, so that what is added up over many devices is not rounded at each.
     """
 
-    def one(param: Param, value: Array) -> Array:
+    def one(path: Any, param: Param, value: Array) -> Array:
         names = param.names[param.ndim - value.ndim :]
-        for dim, axis in param.rest.items():
-            value = lax.all_gather(value, axis, axis=names.index(dim), tiled=True, to=to)
+        at = tuple((names.index(dim), axis) for dim, axis in param.rest.items())
+        dtype = (narrow or {}).get(jax.tree_util.keystr(path, simple=True, separator="."), value.dtype)
+        if at and to == "varying" and np.dtype(dtype).itemsize < value.dtype.itemsize:
+            return _gathered_as(value, np.dtype(dtype), np.dtype(value.dtype), at)
+        for dim, axis in at:
+            value = lax.all_gather(value, axis, axis=dim, tiled=True, to=to)
         return value
 
-    return jax.tree.map(one, declared, on_device(live, declared))
+    return jax.tree.map_with_path(one, declared, on_device(live, declared))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _gathered_as(value: Array, dtype: np.dtype, stored: np.dtype, at: tuple[tuple[int, str], ...]) -> Array:
+    """`value`, which is of the dtype `stored`, cast and then gathered along each (dim, axis)."""
+    value = value.astype(dtype)
+    for dim, axis in at:
+        value = lax.all_gather(value, axis, axis=dim, tiled=True)
+    return value
+
+
+def _scattered(dtype: np.dtype, stored: np.dtype, at: tuple[tuple[int, str], ...], _: None, cotangent: Array) -> tuple:
+    cotangent = cotangent.astype(stored)
+    for dim, axis in reversed(at):
+        cotangent = lax.psum_scatter(cotangent, axis, scatter_dimension=dim, tiled=True)
+    return (cotangent,)
+
+
+_gathered_as.defvjp(lambda *given: (_gathered_as(*given), None), _scattered)
 
 
 def gather_parts(live: Tree, declared: Tree, parts: Iterable[str], *, to: str = "varying") -> Tree:
