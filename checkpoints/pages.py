@@ -3,6 +3,7 @@
 Left to the heap, the blocks that many threads write and free stay resident between what lives longer.
 """
 
+import contextlib
 import math
 import mmap
 from collections.abc import Sequence
@@ -20,7 +21,11 @@ def empty(shape: Sequence[int], dtype: Any) -> Shaped[np.ndarray, "..."]:
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes < LEAST:
         return np.empty(tuple(shape), dtype)
-    return np.frombuffer(mmap.mmap(-1, nbytes), np.uint8).view(dtype).reshape(tuple(shape))
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):  # else each 4 KiB is asked for by itself, which costs more than to fill it
+        with contextlib.suppress(OSError):  # a kernel without them
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(pages, np.uint8).view(dtype).reshape(tuple(shape))
 
 
 def copy(values: Shaped[np.ndarray, "..."]) -> Shaped[np.ndarray, "..."]:

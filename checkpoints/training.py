@@ -33,6 +33,7 @@ from jaxtyping import Array
 from shardzoo.checkpoints import distributed, snapshot, training_save
 from shardzoo.checkpoints.checkpoint import Checkpoint, finished_steps
 from shardzoo.checkpoints.checkpoint import open as open_checkpoint
+from shardzoo.checkpoints.grid import LeafSpec
 from shardzoo.checkpoints.manifest import OPT_STATE, ManifestHeader
 from shardzoo.checkpoints.orbax_layout import STAGING_SUFFIX
 from shardzoo.checkpoints.restore import BUDGET
@@ -66,7 +67,8 @@ class Training:
         seconds: save when so many seconds have passed since the last save began, by the first process's clock.
         keep: how many of the last steps to keep; all of them if None.
         best: a metric: the step where it is lowest is kept besides (with a "-" in front, highest: "-accuracy").
-        source: the checkpoint that the model came from, so that a step can still be exported to its layout.
+        source: the checkpoint that the model came from, so that a step can still be exported to its layout: tensors
+            that the model does not run go along into every step, and are read from there each time.
         header: what the manifest says of the model, where it is neither of `source` nor of a registered family.
         assets: small files to carry along (tokenizer, config), besides those of `source`.
         sync: flush every file to the device, for storage that must survive loss of power.
@@ -340,7 +342,7 @@ class Training:
             seconds=time.time(),
         )
         return training_save.Job(
-            placed=training_save.place(run.declared, run.declared_state, leaves),
+            placed=training_save.place(run.declared, run.declared_state, leaves, self._carried()),
             taken={path: snapshot.take(leaf) for path, leaf in leaves.items()},
             header=self._header or header_of(state.model, run.declared, self._source),
             training=training,
@@ -349,6 +351,10 @@ class Training:
             sync=self._sync,
             timeout=self._timeout,
         )
+
+    def _carried(self) -> dict[str, LeafSpec]:
+        """The tensors of the source that the model does not run."""
+        return {key: leaf.spec for key, leaf in self._source.manifest.carried.items()} if self._source else {}
 
     def _told_to_stop(self, step: int) -> bool:
         """Whether SIGTERM came, to any process; the same on all, which JAX brings to the same step first."""

@@ -6,20 +6,22 @@ the declared splits, and the manifest.
 """
 
 import dataclasses as dc
-from collections.abc import Awaitable, Mapping
+import functools
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, Shaped
 from orbax.checkpoint import v1 as ocp
 
 from shardzoo.checkpoints import distributed, snapshot
 from shardzoo.checkpoints.checkpoint import Checkpoint
-from shardzoo.checkpoints.grid import LeafSpec, also_at_rest
+from shardzoo.checkpoints.grid import Block, Grid, LeafSpec, also_at_rest
 from shardzoo.checkpoints.manifest import (
     ASSETS,
+    CARRIED,
     FORMAT,
     MANIFEST,
     OPT_STATE,
@@ -38,6 +40,7 @@ from shardzoo.errors import InputError
 from shardzoo.zoo.layout import named
 
 LANE = "save"  # of what the processes tell each other in the background
+TREES = (PARAMS, OPT_STATE, CARRIED)  # items of arrays
 LEAST_BUDGET = 8 << 20  # bytes in flight, of blocks put together out of several shards
 
 
@@ -48,6 +51,7 @@ class Job:
     Attributes:
         taken: path (of the optimizer's state, `opt_state/<path>`) -> what this process writes of it; emptied as it is
             written, so that memory comes back early.
+        source: what the run began from; its tensors that no model runs are read there, by the first process.
     """
 
     placed: Placed
@@ -89,14 +93,15 @@ class Job:
         writer = LeafWriter(root, placed, budget=max(LEAST_BUDGET, held // 16), sync=self.sync)
         try:
             for path, (_, _, grid) in self.placed.items():
-                blocks = self.taken[path].blocks(grid)
+                blocks = self._blocks(path, grid)
                 if blocks or first:
                     writer.begin(path, metadata=first)
                     for at, values in blocks:
                         writer.write(path, at, values())
                     total, written = writer.finish(path)
                     done[path] = {"sums": total, "files": len(written)}
-                del blocks, self.taken[path]
+                del blocks
+                self.taken.pop(path, None)
         except InputError as error:
             return done, str(error)
         except OSError as error:
@@ -104,6 +109,15 @@ class Job:
         finally:
             writer.drain()
         return done, None
+
+    def _blocks(self, path: str, grid: Grid) -> list[tuple[Block, Callable[[], Shaped[np.ndarray, "..."]]]]:
+        """The files of a leaf that this process writes, each with what gives its values."""
+        if path in self.taken:
+            return self.taken[path].blocks(grid)
+        if jax.process_index() != 0:
+            return []
+        assert self.source is not None  # what is not of the run is carried over from it
+        return [(at, functools.partial(self.source.read, path, at)) for at in grid.blocks()]
 
     def _write_manifest(self, folders: Mapping[str, Path], parts: list[Json]) -> str | None:
         """Writes what says what the files are; returns what went wrong."""
@@ -131,8 +145,10 @@ def _lies(name: str, folders: Mapping[str, Path]) -> Path:
     return folders[item] / rest
 
 
-def place(declared: Any, declared_state: Any, leaves: Mapping[str, Array]) -> Placed:
-    """Folder, spec and grid of every leaf of model and optimizer, cut for splits at rest too.
+def place(
+    declared: Any, declared_state: Any, leaves: Mapping[str, Array], carried: Mapping[str, LeafSpec] | None = None
+) -> Placed:
+    """Folder, spec and grid of every leaf of model and optimizer, cut for splits at rest too, and of `carried` tensors.
 
     With several processes, grids that stay inside each device's shard.
     """
@@ -142,9 +158,10 @@ def place(declared: Any, declared_state: Any, leaves: Mapping[str, Array]) -> Pl
         p: dc.replace(LeafSpec.of(q), dtype=np.dtype(leaves[f"{OPT_STATE}/{p}"].dtype)) for p, q in state.items()
     }
     rest = {**params, **{f"{OPT_STATE}/{p}": q for p, q in state.items()}}
-    placed = place_leaves(specs, {}, of_state)
-    for path, (folder, spec, grid) in placed.items():
-        grid, leaf = also_at_rest(grid, spec, rest[path].rest), leaves[path]
+    placed = place_leaves(specs, carried or {}, of_state)
+    for path, leaf in leaves.items():
+        folder, spec, grid = placed[path]
+        grid = also_at_rest(grid, spec, rest[path].rest)
         alone = jax.process_count() == 1
         placed[path] = (folder, spec, grid if alone else grid.within(leaf.sharding.shard_shape(leaf.shape)))
     return placed
@@ -194,7 +211,7 @@ async def _write(job: Job | None, directory: Any) -> None:
     folder = Path(await directory.await_creation())  # with those of the other items, which are named in the same way
     suffix = folder.name.removeprefix(MANIFEST)
     with jax.set_mesh(None):  # work on single devices is refused under the caller's mesh
-        job.write({item: folder.with_name(item + suffix) for item in (PARAMS, OPT_STATE, MANIFEST)})
+        job.write({item: folder.with_name(item + suffix) for item in (*TREES, MANIFEST)})
 
 
 def checkpointer(folder: Path, timeout: float | int) -> ocp.training.Checkpointer:
@@ -202,7 +219,7 @@ def checkpointer(folder: Path, timeout: float | int) -> ocp.training.Checkpointe
     context = ocp.Context()
     context.asynchronous.timeout_secs = max(1, round(timeout))
     registry = ocp.handlers.local_registry()
-    for name in (PARAMS, OPT_STATE):
+    for name in TREES:
         registry.add(_Tree, checkpointable_name=name)
     context.checkpointables.registry = registry.add(_Json, checkpointable_name=MANIFEST)
     return ocp.training.Checkpointer(folder, context=context)
@@ -211,6 +228,6 @@ def checkpointer(folder: Path, timeout: float | int) -> ocp.training.Checkpointe
 def start(checkpointer: ocp.training.Checkpointer, step: int, job: Job) -> Any:
     """Begins one save; returns Orbax's handle of it."""
     about = {"format": FORMAT, "version": VERSION, "family": job.header.family, "training": True}
-    names = [PARAMS, *([OPT_STATE] if any(path.startswith(OPT_STATE + "/") for path in job.placed) else [])]
-    items = {name: _Item() for name in names} | {MANIFEST: _Item(job)}
+    names = {folder.partition("/")[0] for folder, _, _ in job.placed.values()}
+    items = {name: _Item() for name in TREES if name in names} | {MANIFEST: _Item(job)}
     return checkpointer.save_checkpointables_async(step, items, force=True, custom_metadata=about)

@@ -5,12 +5,14 @@ import dataclasses
 import jax
 import numpy as np
 import optax
+import pytest
 import tiny_llama
 from safetensors.numpy import load_file
 
 from shardzoo import checkpoints, zoo
 from shardzoo.convert.convert import convert
 from shardzoo.convert.export import export
+from shardzoo.errors import InputError
 from shardzoo.zoo import optimizer_state
 
 
@@ -33,3 +35,34 @@ def test_a_step_is_exported_to_the_layout_that_the_run_began_from(tmp_path):
         assert written.keys() == original.keys()
         for key, value in original.items():
             np.testing.assert_array_equal(written[key], factor * value, err_msg=key)
+
+
+def test_tensors_that_no_model_runs_go_along_into_every_step(tmp_path):
+    """They come back with a step's weights, and are found damaged like these; a second run has them from the first."""
+    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.arange(4, dtype=np.float32)}
+    source = tiny_llama.write(tmp_path / "hf", {**tiny_llama.tensors(), **extra})
+    convert(source, tmp_path / "ckpt", sync=False)
+    came, mesh, optimizer = checkpoints.open(tmp_path / "ckpt"), zoo.make_mesh(tensor=2), optax.adam(1e-3)
+    assert list(came.manifest.carried) == list(extra)
+    for name in ("first", "second"):
+        model = checkpoints.restore(came, mesh)
+        opt_state = optimizer_state.init(optimizer, model, came.declared, mesh)
+        state = checkpoints.TrainingState(model=model, opt_state=opt_state, step=np.int32(0), key=jax.random.key(0))
+        with checkpoints.Training(tmp_path / name, came.declared, optimizer, mesh, source=came) as run:
+            run.save(state)
+            run.wait()
+            restored = run.restore()
+        jax.tree.map(np.testing.assert_array_equal, restored.model, model)
+        came = checkpoints.open(tmp_path / name)
+        export(came, tmp_path / f"{name}-hf")
+        written, original = (load_file(f / "model.safetensors") for f in (tmp_path / f"{name}-hf", source))
+        assert written.keys() == original.keys()
+        for key, value in original.items():
+            np.testing.assert_array_equal(written[key], value, err_msg=key)
+    checkpoints.verify(came.path)
+    file = next((came.path / "carried").rglob("c/0"))
+    data = bytearray(file.read_bytes())
+    data[0] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(InputError, match="carried/model.layers.0.self_attn.rotary_emb.inv_freq"):
+        checkpoints.verify(came.path)
