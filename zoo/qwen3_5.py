@@ -38,15 +38,7 @@ from shardzoo.zoo.language_model import (
     sequence_positions,
     with_features,
 )
-from shardzoo.zoo.layers import (
-    WHOLE_STREAM,
-    ColumnLinear,
-    Embedding,
-    Residual,
-    RMSNorm,
-    RowLinear,
-    gather_residual,
-)
+from shardzoo.zoo.layers import WHOLE_STREAM, ColumnLinear, Embedding, Residual, RMSNorm, RowLinear, gather_residual
 from shardzoo.zoo.layout import Param
 from shardzoo.zoo.mesh import CONTEXT, DATA, KV, PIPE, TP, VOCAB
 from shardzoo.zoo.remat import Remat, rematerialised
