@@ -64,5 +64,5 @@ def test_tensors_that_no_model_runs_go_along_into_every_step(tmp_path):
     data = bytearray(file.read_bytes())
     data[0] ^= 1
     file.write_bytes(data)
-    with pytest.raises(InputError, match="carried/model.layers.0.self_attn.rotary_emb.inv_freq"):
+    with pytest.raises(InputError, match=r"carried/model.layers.0.self_attn.rotary_emb.inv_freq"):
         checkpoints.verify(came.path)
