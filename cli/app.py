@@ -222,6 +222,12 @@ def audit(
     compiles: Annotated[
         bool, typer.Option("--compile", help="With --chips: compile for them too, beside our own arithmetic.")
     ] = False,
+    quick: Annotated[
+        bool,
+        typer.Option(
+            "--quick", help="Compile with little optimisation: in seconds; more stands in memory than on chip."
+        ),
+    ] = False,
     train: Annotated[
         bool, typer.Option("--train", help="Also gradients of all weights, and the moments that AdamW keeps.")
     ] = False,
@@ -284,13 +290,16 @@ def audit(
     options that tell convert how to read a PyTorch source hold here too. With --chips ranks the meshes (all of that
     many chips, if none is given) by the time that matrix work, reading the weights and each collective take at the
     chip's published speeds, and says what would fit where nothing does. With --compile or --topology also compiles for
-    TPUs that need not be there (by libtpu), and says what each device would need. Exit status 1 if any given mesh does
+    TPUs that need not be there (by libtpu), and says what each device would need; autoencoders take minutes unless
+    --quick is given. Exit status 1 if any given mesh does
     not fit, or none of the meshes fits the chips' memory.
     """
     if not mesh and chips is None:
         raise typer.BadParameter("give meshes to check, or chips to choose meshes for", param_hint="--mesh, --chips")
     if compiles and chips is None:
         raise typer.BadParameter("needs chips to compile for", param_hint="--compile")
+    if quick and not compiles and topology is None:
+        raise typer.BadParameter("is for compiling: give --compile or --topology too", param_hint="--quick")
     if remat is not None and not train:
         raise typer.BadParameter("is for training: give --train too", param_hint="--remat")
     if compiles and train:
@@ -304,6 +313,7 @@ def audit(
         sizes=sizes,
         dtype=dtype,
         compile=compiles,
+        effort="quick" if quick else "full",
         train=train,
         remat=remat == "all" or remat or False,
         at_rest=at_rest,

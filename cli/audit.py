@@ -40,6 +40,7 @@ class Ahead:
         topology: the slice to compile for, as libtpu names it.
         chips: the slice to predict on, as users name it.
         compile: whether to compile for those chips too.
+        effort: of the compiler (`topology.EFFORTS`).
         sizes: of the inputs.
         dtype: of the weights.
         train: whether gradients are taken, and AdamW's state is held.
@@ -55,6 +56,7 @@ class Ahead:
     sizes: TraceSizes
     dtype: np.dtype | None
     compile: bool = False
+    effort: str = "full"
     train: bool = False
     remat: str | bool = False
     at_rest: str | None = None
@@ -220,7 +222,7 @@ class _Judged:
         with working("compiling"):
             return {
                 degrees: topology.compile_forward(
-                    family, self.at_rest(degrees), degrees, devices, self.ahead.sizes, None
+                    family, self.at_rest(degrees), degrees, devices, self.ahead.sizes, None, self.ahead.effort
                 )
                 for degrees in self.looked_at
             }

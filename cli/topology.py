@@ -30,6 +30,9 @@ SURROUNDINGS = {
     "TPU_STDERR_LOG_LEVEL": "3",
     "TPU_MIN_LOG_LEVEL": "3",
 }
+# Of the compiler: "quick" leaves out most optimisation, the placing of buffers on chip among it, so that more of them
+# stand in the chip's memory; it takes a third to a tenth of the time.
+EFFORTS: Mapping[str, dict[str, Any]] = {"full": {}, "quick": {"exec_time_optimization_effort": -1.0}}
 COLLECTIVE = re.compile(r" (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)(?:-start)?\(")
 
 
@@ -39,6 +42,7 @@ class Compiled:
 
     Attributes:
         device: kind of device.
+        effort: of the compiler, one of `EFFORTS`.
         seconds: time to compile.
         argument_bytes, output_bytes, temporary_bytes: in each device's memory; the parameters are arguments.
         peak_bytes: at the worst moment, what the compiler keeps on chip included, copies of weights among it.
@@ -46,6 +50,7 @@ class Compiled:
     """
 
     device: str
+    effort: str
     seconds: float
     argument_bytes: int
     output_bytes: int
@@ -75,7 +80,7 @@ class Compiled:
         }
         listed = ", ".join(f"{name} {size_text(size)}" for name, size in parts.items())
         found = ", ".join(f"{count} {name}" for name, count in sorted(self.collectives.items())) or "none"
-        yield f"  on each {self.device}: {listed} (compiled in {self.seconds:.0f} s)"
+        yield f"  on each {self.device}: {listed} (compiled in {self.seconds:.0f} s, {self.effort} effort)"
         yield f"  collectives in the program: {found}"
 
 
@@ -105,8 +110,11 @@ def compile_forward(
     devices: list[jax.Device],
     sizes: TraceSizes,
     dtype: np.dtype | None,
+    effort: str = "full",
 ) -> Compiled:
     """Compiles the family's forward pass on a mesh of `degrees` over `devices`; `dtype` is that of the weights.
+
+    `effort` is one of `EFFORTS`.
 
     Raises:
         InputError: the family has no forward pass to compile; the program does not fit the devices' memory.
@@ -127,7 +135,7 @@ def compile_forward(
     begin = time.monotonic()
     lowered = jax.jit(function).lower(layout.abstract(declared, mesh), *arguments)
     try:
-        compiled = lowered.compile()
+        compiled = lowered.compile(compiler_options=dict(EFFORTS[effort]))
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -137,6 +145,7 @@ def compile_forward(
     assert memory is not None and text is not None  # they are there for TPUs
     return Compiled(
         device=devices[0].device_kind,
+        effort=effort,
         seconds=time.monotonic() - begin,
         argument_bytes=memory.argument_size_in_bytes,
         output_bytes=memory.output_size_in_bytes,

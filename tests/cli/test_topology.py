@@ -45,6 +45,16 @@ def test_lines_for_people():
     assert "on each TPU v5 lite: arguments " in ended.out and "collectives in the program: " in ended.out
 
 
+def test_little_effort_of_the_compiler_is_told():
+    words = ("audit", "tiny/x", "--mesh", "tensor=4", "--topology", "v5e:2x2", "--tokens", 128, "--json")
+    full, quick = (json.loads(invoke(*words, *more).out)["meshes"][0]["compiled"] for more in ((), ("--quick",)))
+    assert (full["effort"], quick["effort"]) == ("full", "quick")
+    assert full["argument_bytes"] == quick["argument_bytes"] and full["output_bytes"] == quick["output_bytes"]
+    assert full["temporary_bytes"] != quick["temporary_bytes"], "it makes no difference"
+    ended = invoke("audit", "tiny/x", "--mesh", "tensor=4", "--quick")
+    assert ended.status == 2 and "--quick" in ended.err
+
+
 @pytest.mark.parametrize(
     ("words", "named"),
     [
