@@ -19,7 +19,8 @@ which keeps all gathered weights) and its gradient scattered (one reduce-scatter
 weights). The optimizer's state is split as its parameters are: its update needs no collective but the global norm's.
 
 **dtypes.** Declare the model in float32 and give `forward` the compute dtype: layers cast weights where they use them,
-the optimizer sees float32. Norms, softmax, losses and sums are in float32 regardless.
+the optimizer sees float32. Norms, softmax, losses and sums are in float32 regardless. In the dense decoder, blocks that
+are split at rest have their matrices cast before they are gathered; gradients are scattered in float32.
 
 An optimizer is anything with optax's `init(params)` and `update(gradients, state, params)`.
 """

@@ -10,6 +10,7 @@ import tiny_llama
 from safetensors.numpy import load_file
 
 from shardzoo import checkpoints, zoo
+from shardzoo.cli.targets import find_target
 from shardzoo.convert.convert import convert
 from shardzoo.convert.export import export
 from shardzoo.errors import InputError
@@ -28,6 +29,8 @@ def test_a_step_is_exported_to_the_layout_that_the_run_began_from(tmp_path):
         run.save(state)
         run.save(dataclasses.replace(state, model=jax.tree.map(lambda w: 2 * w, model)), step=1)
     assert set(checkpoints.open(tmp_path / "run").assets) == set(began.assets)
+    target = find_target(str(tmp_path / "run"))  # as `audit` takes it
+    assert target.kind == "checkpoint" and target.declared == checkpoints.open(tmp_path / "run/1").declared
     original = load_file(source / "model.safetensors")
     for name, path, factor in (("a", tmp_path / "run/0", 1), ("b", tmp_path / "run", 2)):
         export(path, tmp_path / name)

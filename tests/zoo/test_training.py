@@ -189,6 +189,23 @@ def test_collectives_of_weights_split_over_data(remat):
     assert found == {"all-gather": ends + blocks + again, "reduce-scatter": ends + blocks, "all-reduce": 3}
 
 
+def test_weights_are_gathered_in_the_dtype_that_is_computed_in():
+    """Half the bytes: all gathers of a block's matrices in 16 bits; gradients are scattered in the stored dtype.
+
+    Counted before compilation: XLA for CPUs widens collectives of 16-bit floats, for other platforms it does not.
+    """
+    declared, mesh, _ = made(dict(data=4), True)
+    tokens = jax.ShapeDtypeStruct((B, S), jnp.int32)
+    gradient = jax.jit(jax.grad(loss_of(declared, mesh, dtype="bfloat16", remat="dots")))
+    text = gradient.lower(layout.abstract(declared, mesh), tokens).as_text()
+    gathered = re.findall(r"stablehlo\.all_gather.*-> tensor<(?:\d+x)*(\w+)>", text)
+    scattered = re.findall(r"stablehlo\.reduce_scatter.*?\) -> tensor<(?:\d+x)*(\w+)>", text, re.DOTALL)
+    matrices = len(linear_layers(declared.blocks))
+    assert matrices == 5
+    assert gathered.count("bf16") == 2 * matrices  # forward, and again in the backward pass
+    assert set(scattered) == {"f32"} and len(scattered) == 11
+
+
 @slow
 def test_whole_weights_take_one_all_reduce_each():
     declared, program = compiled(dict(data=4), False)
