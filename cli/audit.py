@@ -80,7 +80,7 @@ def audit(
     With chips also the ranking of these meshes, or of all; it is then whether one of them fits the chips' memory.
     """
     found = [_quantized(one, quantize) for one in targets.find_targets(target, component, **reading)]
-    judged = [_Judged(one, [judge(one.declared, degrees) for degrees in meshes], ahead) for one in found]
+    judged = [_Judged(one, [judge(one.declared, degrees) for degrees in dict.fromkeys(meshes)], ahead) for one in found]
     for one in judged:
         one.look()
     if html is not None:

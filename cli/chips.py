@@ -82,7 +82,7 @@ CHIPS: Mapping[str, Chip] = {
         most=9216, cores=2, devices=2, topology=3,
     ),
 }  # fmt: skip
-_NAME = re.compile(r"(v[0-9]+[a-z]?|tpu7x)-([0-9]{1,6})")
+_NAME = re.compile(r"([A-Za-z][A-Za-z0-9-]*)-([0-9]{1,6})")
 # Shapes of slices of so many chips, as libtpu names them.
 _FLAT = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
 _CUBIC = {4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4x4x8", 256: "4x8x8", 512: "8x8x8"}
@@ -125,6 +125,8 @@ def parse(name: str) -> Slice:
     version, count = (found[1], int(found[2])) if found else (name, 0)
     version = "v7x" if version == "tpu7x" else version
     chip = CHIPS.get(version)
+    if chip is None and count:
+        raise InputError(f"chips={name!r}: nothing is known of {version}: use one of {', '.join(CHIPS)}, as in v5e-8")
     if chip is None or count < 1:
         raise InputError(f"chips={name!r} is not a version and a count: use for example v5e-8 ({', '.join(CHIPS)})")
     if count % chip.cores:

@@ -305,10 +305,10 @@ def sequence(declared: Any, degrees: Degrees) -> Sequence | None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Dimensions:
-    """All of the above for one mesh."""
+    """All of the above for one mesh; `repeated` is None where some dim does not divide, as nothing lies on it then."""
 
     split: tuple[Dimension, ...]
-    repeated: Repeated
+    repeated: Repeated | None
     limits: Limits
     stages: Stages
     sequence: Sequence | None
@@ -317,7 +317,7 @@ class Dimensions:
     def to_json(self) -> dict[str, Any]:
         return {
             "dimensions": [d.to_json() for d in self.split],
-            "repeated": dataclasses.asdict(self.repeated),
+            "repeated": self.repeated and dataclasses.asdict(self.repeated),
             "tensor_degrees": dataclasses.asdict(self.limits),
             "stages": self.stages.to_json(),
             "splits": self.splits,
@@ -331,7 +331,7 @@ class Dimensions:
             yield f"  {'dim':12} {'size':>7} {'over':11} {'ways':>4} {'a device has':20} divisors"
             yield from (d.row() for d in self.split)
         yield from self.limits.lines()
-        if self.repeated.bytes:
+        if self.repeated is not None and self.repeated.bytes:
             yield (
                 f"  repeated KV heads: {size_text(self.repeated.bytes)} more on each chip,"
                 f" {self.repeated.work:.1%} more products by weights"
@@ -342,9 +342,10 @@ class Dimensions:
 
 def describe(declared: Any, degrees: Degrees, microbatches: int = 1) -> Dimensions:
     """The report on a mesh, whether it fits or not; `degrees` have their KV heads (`layout.with_kv`)."""
+    split = dimensions(declared, degrees)
     return Dimensions(
-        split=dimensions(declared, degrees),
-        repeated=repeated(declared, degrees),
+        split=split,
+        repeated=repeated(declared, degrees) if all(d.divides for d in split) else None,
         limits=limits(declared, degrees.pipe),
         stages=stages(declared, degrees, microbatches),
         sequence=sequence(declared, degrees),

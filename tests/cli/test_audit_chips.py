@@ -22,9 +22,15 @@ def test_names_of_slices(name, count):
     assert where.chips == count and where.chip is chips.CHIPS[name.split("-")[0]]
 
 
-@pytest.mark.parametrize("name", ["v5e", "v9-8", "v5e-0", "8", "v5e-8x", "v5e-\u0668", "v5e-" + 5000 * "9"])
+@pytest.mark.parametrize("name", ["v5e", "v5e-0", "8", "v5e-8x", "v5e-\u0668", "v5e-" + 5000 * "9"])
 def test_names_that_are_none(name):
     with pytest.raises(InputError, match="version and a count"):
+        chips.parse(name)
+
+
+@pytest.mark.parametrize("name", ["v9-8", "h100-8", "A100-80gb-8"])
+def test_chips_that_are_not_known(name):
+    with pytest.raises(InputError, match=f"nothing is known of {name[:-2]}: use one of v4, "):
         chips.parse(name)
 
 
@@ -144,3 +150,9 @@ def test_given_meshes_have_to_be_of_the_chips():
 def test_neither_meshes_nor_chips():
     ended = invoke("audit", "decoder/qwen3-8b")
     assert ended.status == 2 and "--mesh" in ended.err and "--chips" in ended.err
+
+
+def test_a_mesh_given_twice_is_told_about_once():
+    words = ("--mesh", "tensor=4", "--mesh", "tensor=4", "--chips", "v5e-4", "--tokens", 64, "--json")
+    found = json.loads(invoke("audit", "decoder/smollm2-1.7b", *words).out)
+    assert len(found["meshes"]) == len(found["ranking"]["meshes"]) == 1

@@ -51,6 +51,12 @@ def test_qwen3_5_27b_at_tensor_8_repeats_each_kv_head_on_two_ranks():
     assert found.limits.binding == {8: ("kv_heads=4",), 16: ("heads=24",)}
 
 
+def test_nothing_is_said_to_repeat_where_the_mesh_does_not_divide():
+    found = described("qwen3-5/qwen3.5-27b", tensor=1000)
+    assert found.repeated is None and found.to_json()["repeated"] is None
+    assert not any("repeated KV heads" in line for line in found.lines())
+
+
 def test_qwen3_5_27b_in_stages():
     """64 layers are 16 super-blocks of three DeltaNet layers and an attention layer."""
     model = declared("qwen3-5/qwen3.5-27b")
