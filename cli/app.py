@@ -262,10 +262,18 @@ def audit(
         ),
     ] = None,
     batch: Annotated[int, typer.Option(min=1, max=MOST_CELLS, help="Rows of the input.")] = 1,
-    tokens: Annotated[int, typer.Option(min=1, max=MOST_TOKENS, help="Length of each row of text.")] = 4096,
-    frames: Annotated[int, typer.Option(min=1, max=MOST_CELLS, help="Length of a video.")] = 81,
-    height: Annotated[int, typer.Option(min=1, max=MOST_CELLS, help="Of images and videos, in pixels.")] = 480,
-    width: Annotated[int, typer.Option(min=1, max=MOST_CELLS, help="Of images and videos, in pixels.")] = 832,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, max=MOST_TOKENS, help="Length of each row of text.", show_default="4096")
+    ] = None,
+    frames: Annotated[
+        int | None, typer.Option(min=1, max=MOST_CELLS, help="Length of a video.", show_default="81")
+    ] = None,
+    height: Annotated[
+        int | None, typer.Option(min=1, max=MOST_CELLS, help="Of images and videos, in pixels.", show_default="480")
+    ] = None,
+    width: Annotated[
+        int | None, typer.Option(min=1, max=MOST_CELLS, help="Of images and videos, in pixels.", show_default="832")
+    ] = None,
     dtype: Annotated[
         Any,
         typer.Option(parser=options.parse_dtype, metavar="DTYPE", help="Of the weights, for all but the verdict."),
@@ -306,11 +314,14 @@ def audit(
         raise typer.BadParameter("compiles the forward pass alone: leave --train out", param_hint="--compile")
     with uninterrupted():
         from shardzoo.cli import audit as auditing
-    sizes = auditing.TraceSizes(batch=batch, tokens=tokens, frames=frames, height=height, width=width)
+    asked = {"tokens": tokens, "frames": frames, "height": height, "width": width}
+    given = {name: size for name, size in asked.items() if size is not None}
+    sizes = auditing.TraceSizes(batch=batch, **given)
     ahead = auditing.Ahead(
         topology=topology,
         chips=chips,
         sizes=sizes,
+        given=tuple(given),
         dtype=dtype,
         compile=compiles,
         effort="quick" if quick else "full",

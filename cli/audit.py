@@ -42,6 +42,7 @@ class Ahead:
         compile: whether to compile for those chips too.
         effort: of the compiler (`topology.EFFORTS`).
         sizes: of the inputs.
+        given: names of the sizes that the user gave.
         dtype: of the weights.
         train: whether gradients are taken, and AdamW's state is held.
         remat: what of a block is kept for the backward pass (`zoo.remat`).
@@ -54,6 +55,7 @@ class Ahead:
     topology: str | None
     chips: str | None
     sizes: TraceSizes
+    given: tuple[str, ...] = ()
     dtype: np.dtype | None
     compile: bool = False
     effort: str = "full"
@@ -80,6 +82,7 @@ def audit(
     With chips also the ranking of these meshes, or of all; it is then whether one of them fits the chips' memory.
     """
     found = [_quantized(one, quantize) for one in targets.find_targets(target, component, **reading)]
+    _check_sizes(target, found, ahead.given)
     judged = [_Judged(one, [judge(one.declared, degrees) for degrees in dict.fromkeys(meshes)], ahead) for one in found]
     for one in judged:
         one.look()
@@ -96,6 +99,24 @@ def audit(
         say_stages(judged)
     fit = all(verdict.fits for one in judged for verdict in one.verdicts)
     return fit and all(one.ranking is None or one.ranking.fits for one in judged)
+
+
+def _check_sizes(name: str, found: Sequence[targets.Target], given: Sequence[str]) -> None:
+    """Refuses sizes that no input of these models has, where they were given.
+
+    Raises:
+        InputError: with those that their inputs have.
+    """
+    if not given:
+        return
+    with uninterrupted():
+        from shardzoo.cli.prediction import sizes_of
+
+    taken = {size for one in found for size in ("batch", *sizes_of(find_family(one.family), one.declared))}
+    if wrong := [f"--{size}" for size in given if size not in taken]:
+        families = " and ".join(dict.fromkeys(one.family for one in found))
+        known = ", ".join(f"--{field.name}" for field in dataclasses.fields(TraceSizes) if field.name in taken)
+        raise InputError(f"{name}: inputs of {families} have no {', '.join(wrong)}: leave out; they take {known}")
 
 
 def _quantized(target: targets.Target, kind: str | None) -> targets.Target:

@@ -16,7 +16,7 @@ from typing import Any
 from jax._src.mesh import AbstractDevice  # what a mesh of no devices says of them has no public name
 from jax.sharding import AbstractMesh, AxisType
 
-from shardzoo.cli.chips import Chip, Slice
+from shardzoo.cli.chips import CHIPS, Chip, Slice
 from shardzoo.cli.dimensions import stages
 from shardzoo.cli.memory import Memory, memory_of, trace
 from shardzoo.cli.terminal import size_text
@@ -219,6 +219,23 @@ def abstract_mesh(degrees: Degrees, kind: str) -> AbstractMesh:
     device = AbstractDevice(device_kind=kind, num_cores=1, platform="tpu")
     types = (AxisType.Auto,) * len(AXES)
     return AbstractMesh(tuple(degrees.sizes.values()), AXES, axis_types=types, abstract_device=device)
+
+
+def sizes_of(family: Family, declared: Any) -> tuple[str, ...]:
+    """The sizes that the family's inputs have, read off what its trace asks for; none where there is nothing to trace.
+
+    No array is made and nothing is traced: the function alone is built.
+    """
+    asked: set[str] = set()
+
+    class Asked(TraceSizes):
+        def __getattribute__(self, name: str) -> Any:
+            asked.add(name)
+            return super().__getattribute__(name)
+
+    if family.trace is not None:
+        family.trace(declared, abstract_mesh(Degrees(), CHIPS["v5e"].kind), Asked())
+    return tuple(field.name for field in dataclasses.fields(TraceSizes) if field.name in asked)
 
 
 def meshes_of(chips: int, batch: int, pipes: Sequence[int] = (1,)) -> list[Degrees]:

@@ -9,7 +9,7 @@ from command_line import invoke
 from shardzoo.cli import chips, prediction
 from shardzoo.cli.verdicts import judge
 from shardzoo.errors import InputError
-from shardzoo.zoo import decoder
+from shardzoo.zoo import decoder, find_preset
 from shardzoo.zoo.families import TraceSizes, find_family
 from shardzoo.zoo.mesh import Degrees
 
@@ -156,3 +156,26 @@ def test_a_mesh_given_twice_is_told_about_once():
     words = ("--mesh", "tensor=4", "--mesh", "tensor=4", "--chips", "v5e-4", "--tokens", 64, "--json")
     found = json.loads(invoke("audit", "decoder/smollm2-1.7b", *words).out)
     assert len(found["meshes"]) == len(found["ranking"]["meshes"]) == 1
+
+
+@pytest.mark.parametrize(
+    "preset, takes",
+    [
+        ("decoder/smollm2-135m", "tokens"),
+        ("clip-text/clip-l", "tokens"),
+        ("clip-vision/vit-h-14", ""),
+        ("wan/wan2.1-t2v-1.3b", "frames height width"),
+        ("wan-vae/wan2.1-vae", "frames height width"),
+        ("image-vae/flux1-vae", "height width"),
+        ("qwen-image/qwen-image", "tokens height width"),
+    ],
+)
+def test_sizes_that_a_family_takes(preset, takes):
+    family, config = find_preset(preset)
+    assert prediction.sizes_of(family, family.declare(config)) == ("batch", *takes.split())
+
+
+def test_sizes_that_a_model_does_not_have():
+    ended = invoke("audit", "decoder/smollm2-135m", "--mesh", "one", "--frames", 5, "--tokens", 64, "--width", 64)
+    assert ended.status == 1 and "decoder have no --frames, --width: leave" in ended.err
+    assert "they take --batch, --tokens" in ended.err
