@@ -1,5 +1,6 @@
 """The error that a user's mistake raises: bad files, a mesh that does not fit, options that exclude each other."""
 
+import math
 from collections.abc import Iterable
 
 
@@ -8,6 +9,12 @@ class InputError(ValueError):
 
     The command line prints the message and exits with status 1, with no traceback.
     """
+
+
+def not_above_zero(config: object, *names: str) -> list[str]:
+    """What is wrong with the numbers of a config that are divided by: those not above 0, or not finite."""
+    values = {name: getattr(config, name) for name in names}
+    return [f"{n}={v} is not a number above 0: change it" for n, v in values.items() if not 0 < v < math.inf]
 
 
 def fail_if(problems: Iterable[str], title: str) -> None:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from shardzoo.errors import InputError
+from shardzoo.errors import InputError, not_above_zero
 from shardzoo.kernels.flash_attention import flash_attention
 from shardzoo.zoo import layout
 from shardzoo.zoo.layers import ColumnLinear, LayerNorm, RowLinear
@@ -43,10 +43,11 @@ class Sizes(Protocol):
 
 
 def size_problems(c: Sizes, sizes: tuple[str, ...]) -> list[str]:
-    """What is wrong with a config: sizes below 1, heads that do not divide, an unknown activation."""
+    """What is wrong with a config: sizes below 1, heads that do not divide, an eps of 0, an unknown activation."""
     problems = [f"{n}={getattr(c, n)} is not at least 1: change it" for n in sizes if getattr(c, n) < 1]
     if not problems and c.embed % c.heads:
         problems.append(f"embed={c.embed} does not divide by heads={c.heads}: change one of them")
+    problems += not_above_zero(c, "norm_eps")
     if c.activation not in ACTIVATIONS:
         problems.append(f"activation={c.activation!r} is unknown: use 'gelu' or 'quick_gelu'")
     return problems

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from shardzoo.errors import fail_if
+from shardzoo.errors import fail_if, not_above_zero
 from shardzoo.zoo import layout
 from shardzoo.zoo.layers import (
     WHOLE_STREAM,
@@ -74,6 +74,7 @@ class Config:
         if self.rope.sections and sum(self.rope.sections) * 2 != self.head_dim:
             pairs = sum(self.rope.sections)
             problems.append(f"head_dim={self.head_dim} is not twice the {pairs} of rope.sections: change one of them")
+        problems += not_above_zero(self, "norm_eps")
         if self.sliding_window is not None and self.sliding_window < 1:
             problems.append(f"sliding_window={self.sliding_window} is not at least 1: use None for no window")
         if self.sliding_layers is not None and len(self.sliding_layers) != self.layers:

@@ -11,7 +11,7 @@ import equinox as eqx
 from jax import lax
 from jaxtyping import Array, Float, Num
 
-from shardzoo.errors import fail_if
+from shardzoo.errors import fail_if, not_above_zero
 from shardzoo.zoo import layout
 from shardzoo.zoo.flux_blocks import Double, Head, Rows, Single, Vector, features, modulation, rows_of
 from shardzoo.zoo.layers import ColumnLinear, SplitInputLinear, row_sum
@@ -61,6 +61,7 @@ class Config:
         problems += [f"axes={self.axes}: {n} is not an even number of dims: change it" for n in self.axes if n % 2]
         if sum(self.axes) != self.head_dim:
             problems.append(f"axes={self.axes} are {sum(self.axes)} dims in all, head_dim={self.head_dim}: change one")
+        problems += not_above_zero(self, "theta", "eps")
         fail_if(problems, "flux2 config")
 
     @property

@@ -10,7 +10,7 @@ from typing import ClassVar
 import equinox as eqx
 from jaxtyping import Array, Float, Num
 
-from shardzoo.errors import fail_if
+from shardzoo.errors import fail_if, not_above_zero
 from shardzoo.zoo import layout
 from shardzoo.zoo.flux_blocks import Double, Head, Single, Vector, features
 from shardzoo.zoo.layers import ColumnLinear, row_sum
@@ -58,6 +58,7 @@ class Config:
         problems += [f"axes={self.axes}: {n} is not an even number of dims: change it" for n in self.axes if n % 2]
         if sum(self.axes) != self.head_dim:
             problems.append(f"axes={self.axes} are {sum(self.axes)} dims in all, head_dim={self.head_dim}: change one")
+        problems += not_above_zero(self, "theta", "eps")
         fail_if(problems, "flux config")
 
     @property

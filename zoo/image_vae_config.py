@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from shardzoo.errors import fail_if
+from shardzoo.errors import fail_if, not_above_zero
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,6 +52,7 @@ class Config:
         if len(self.widths) != len(self.decoder_widths):
             given, need = len(self.decoder_widths), len(self.widths)
             problems.append(f"decoder_widths has {given} entries where widths has {need}: give as many")
+        problems += not_above_zero(self, "statistics_eps")
         if self.scale == 0:
             problems.append("scale=0.0 leaves nothing of the latents: change it")
         fail_if(problems, "image_vae config")

@@ -23,7 +23,7 @@ from jax import P, lax
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Float, Int
 
-from shardzoo.errors import InputError, fail_if
+from shardzoo.errors import InputError, fail_if, not_above_zero
 from shardzoo.zoo import delta_net, language_model, layout, pipeline, pipeline_gradients
 from shardzoo.zoo.attention import attention
 from shardzoo.zoo.decoder_model import Mlp
@@ -91,6 +91,7 @@ class Config:
 
     def __post_init__(self):
         problems = [f"{n}={getattr(self, n)} is not at least 1: change it" for n in _SIZES if getattr(self, n) < 1]
+        problems += not_above_zero(self, "norm_eps")
         fail_if(problems or self._problems(), "qwen3-5 config")
 
     def _problems(self) -> Iterator[str]:

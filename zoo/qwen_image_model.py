@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import equinox as eqx
 from jaxtyping import Array, Float, Int, Num
 
-from shardzoo.errors import fail_if
+from shardzoo.errors import fail_if, not_above_zero
 from shardzoo.zoo import layout
 from shardzoo.zoo.flux_blocks import TIMES, Double, Head, Vector
 from shardzoo.zoo.layers import ColumnLinear, Leaf, RMSNorm, row_sum
@@ -68,6 +68,7 @@ class Config:
             problems.append(
                 f"out_channels={self.out_channels} does not divide by {self.patch**2} (patch={self.patch}): change one"
             )
+        problems += not_above_zero(self, "theta", "eps")
         fail_if(problems, "qwen_image config")
 
     @property

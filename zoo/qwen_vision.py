@@ -21,7 +21,7 @@ from jax import P, lax
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Float, Int, jaxtyped
 
-from shardzoo.errors import fail_if
+from shardzoo.errors import fail_if, not_above_zero
 from shardzoo.zoo import layout
 from shardzoo.zoo.attention import attention
 from shardzoo.zoo.families import TraceSizes
@@ -63,6 +63,8 @@ class Sizes(Protocol):
     @property
     def theta(self) -> float: ...
     @property
+    def norm_eps(self) -> float: ...
+    @property
     def side(self) -> int | None: ...
     @property
     def whole(self) -> tuple[int, ...]: ...
@@ -72,8 +74,9 @@ SIZES = ("embed", "mlp", "layers", "heads", "channels", "frames", "patch", "merg
 
 
 def size_problems(c: Sizes, sizes: tuple[str, ...]) -> list[str]:
-    """What is wrong with a config: sizes below 1, heads without whole pairs for rows and columns."""
+    """What is wrong with a config: sizes below 1, numbers not above 0, heads without pairs for rows and columns."""
     problems = [f"{n}={getattr(c, n)} is not at least 1: change it" for n in sizes if getattr(c, n) < 1]
+    problems += not_above_zero(c, "theta", "norm_eps")
     if not problems and c.embed % (4 * c.heads):
         problems.append(
             f"embed={c.embed} does not divide by {4 * c.heads} (heads={c.heads}, each of pairs that turn"

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from shardzoo.errors import fail_if
+from shardzoo.errors import fail_if, not_above_zero
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,9 +41,7 @@ class Rope:
         problems = []
         if self.scaling not in ("none", "linear", "llama3"):
             problems.append(f"scaling={self.scaling!r} is unknown: use none, linear or llama3")
-        for name in ("theta", "factor", "low_freq_factor", "high_freq_factor", "original_positions"):
-            if not getattr(self, name) > 0:
-                problems.append(f"{name}={getattr(self, name)} is not above 0: change it")
+        problems += not_above_zero(self, "theta", "factor", "low_freq_factor", "high_freq_factor", "original_positions")
         if self.scaling == "llama3" and not self.low_freq_factor < self.high_freq_factor:
             low, high = self.low_freq_factor, self.high_freq_factor
             problems.append(f"low_freq_factor={low} is not below high_freq_factor={high}: swap them")

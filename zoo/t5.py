@@ -27,7 +27,7 @@ from jax import P, lax
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Bool, Float, Int, jaxtyped
 
-from shardzoo.errors import fail_if
+from shardzoo.errors import fail_if, not_above_zero
 from shardzoo.zoo import layout
 from shardzoo.zoo.attention import attention
 from shardzoo.zoo.families import Family, TraceSizes, register
@@ -83,6 +83,7 @@ class Config:
                 f"max_distance={self.max_distance} is not above the {self.buckets // 4} distances that have a bucket of"
                 f" their own (buckets={self.buckets} / 4): change one of them"
             )
+        problems += not_above_zero(self, "norm_eps")
         fail_if(problems, "t5 config")
 
 

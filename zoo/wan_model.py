@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Num
 
-from shardzoo.errors import fail_if
+from shardzoo.errors import fail_if, not_above_zero
 from shardzoo.zoo import layout
 from shardzoo.zoo.attention import cross_attention
 from shardzoo.zoo.layers import (
@@ -85,6 +85,7 @@ class Config:
         ]
         if self.image_positions is not None and self.image is None:
             problems.append(f"image_positions={self.image_positions} without image: give image its width")
+        problems += not_above_zero(self, "eps")
         fail_if(problems, "wan config")
 
     @property

@@ -112,6 +112,10 @@ def _whole(value: Any) -> bool:
     return type(value) is int and value >= 1
 
 
+def _above_zero(value: Any) -> bool:
+    return is_number(value) and value > 0
+
+
 def _sizes(value: Any) -> bool:
     return isinstance(value, list | tuple) and all(type(n) is int and n >= 0 for n in value)
 
@@ -126,7 +130,7 @@ _FIELDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     for kind, names in {
         (_whole, "a whole number from 1"): (*_SIZES, "num_key_value_heads", "head_dim"),
         (lambda value: type(value) is int, "a whole number"): ("sliding_window", "max_window_layers"),
-        (is_number, "a number"): ("rms_norm_eps", "rope_theta", "partial_rotary_factor", *_LLAMA3),
+        (_above_zero, "a number above 0"): ("rms_norm_eps", "rope_theta", "partial_rotary_factor", *_LLAMA3),
         (lambda value: type(value) is bool, "true or false"): (
             "attention_bias",
             "mlp_bias",

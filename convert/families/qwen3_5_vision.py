@@ -81,7 +81,7 @@ def read_config(source: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) ->
     ]
     fail_if(problems, "config.json: not a Qwen3.5 vision tower as this zoo runs it")
     sizes: dict[str, Any] = {ours: vision.get(field) or default for field, (ours, default) in _FIELDS.items()}
-    return Config(**sizes, theta=float(rope.get("rope_theta") or _THETA))
+    return Config(**sizes, theta=float(_THETA if rope.get("rope_theta") is None else rope["rope_theta"]))
 
 
 def _rope_problems(rope: Mapping[str, Any]) -> list[str]:

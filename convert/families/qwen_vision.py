@@ -86,7 +86,8 @@ def read_config(source: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) ->
         problems.append(f"hidden_act={given['hidden_act']!r} is not supported: only 'silu' is")
     fail_if(problems, "config.json: not a Qwen2.5-VL vision tower as this zoo runs it")
     sizes: dict[str, Any] = {ours: given.get(field) or default for field, (ours, default) in _FIELDS.items()}
-    return Config(**sizes, whole=tuple(whole), theta=float(rope.get("rope_theta", _THETA)))
+    theta = rope.get("rope_theta")
+    return Config(**sizes, whole=tuple(whole), theta=float(_THETA if theta is None else theta))
 
 
 FAMILY = FamilyRules(

@@ -230,7 +230,8 @@ def _from_diffusers(source: Mapping[str, Any]) -> Config:
 
 
 def _common(source: Mapping[str, Any]) -> dict[str, Any]:
-    return {"patch": tuple(source.get("patch_size") or (1, 2, 2)), "eps": float(source.get("eps") or 1e-6)}
+    eps = source.get("eps")
+    return {"patch": tuple(source.get("patch_size") or (1, 2, 2)), "eps": float(1e-6 if eps is None else eps)}
 
 
 _ORIGINAL = {  # field -> ours, and the default of the original

@@ -271,6 +271,7 @@ LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "origi
     [
         *((name, value) for name in SIZES for value in ("64", 0, -1, 64.0, True, [64], {})),
         *((name, value) for name in ("rms_norm_eps", "rope_theta") for value in ("1e-5", [1], float("nan"), True)),
+        *((name, value) for name in ("rms_norm_eps", "rope_theta") for value in (0, -1e-6)),
         *((name, value) for name in ("rope_scaling", "rope_parameters") for value in ([8.0], "linear", 2)),
         *((name, "true") for name in ("tie_word_embeddings", "attention_bias", "use_sliding_window")),
         *(("layer_types", value) for value in ("full_attention", [1, 2], [["full_attention"]], {})),
