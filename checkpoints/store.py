@@ -6,6 +6,7 @@ import dataclasses as dc
 import errno
 import math
 import os
+import tempfile
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -23,6 +24,8 @@ from shardzoo.errors import InputError
 IN_FLIGHT = max(8, os.cpu_count() or 1)  # reads of files at a time: with more, processes wait for each other's pages
 WRITERS = 8  # files written at a time: waiting for the device costs no processor
 FULL = (errno.ENOSPC, errno.EDQUOT)  # the disk is full, or this user's share of it
+# The place itself will not do, however often it is tried: below a file, on a read-only disk, without files of its own.
+UNFIT = (errno.EEXIST, errno.ENOTDIR, errno.EROFS, errno.ENOENT, errno.ENAMETOOLONG, errno.ELOOP, errno.EOPNOTSUPP)
 
 
 def context() -> ts.Context:
@@ -296,7 +299,26 @@ def storage_error(what: str, error: Exception, root: Path) -> InputError:
         return InputError(f"{what}: no space left at {root}: free some and run again; what is written stays for that")
     if isinstance(error, PermissionError) or "Permission denied" in text or "PERMISSION_DENIED" in text:
         return InputError(f"{what}: not allowed to write below {root}: change its permissions or choose another place")
+    if number is not None and number in UNFIT:
+        return InputError(f"{what}: cannot be written below {root} ({os.strerror(number)}): choose another destination")
     return InputError(f"{what}: the storage failed at {root} ({text.splitlines()[0][:600]}): run again")
+
+
+def writable_folder(path: Path) -> Path:
+    """The folder that holds `path` or will, the first of its parents that exists: tried by a file that is gone at once.
+
+    Raises:
+        InputError: that is not a folder, or nothing can be written there.
+    """
+    nearest = next(parent for parent in path.parents if os.path.lexists(parent))
+    if not nearest.is_dir():
+        raise InputError(f"{path}: {nearest} is not a folder: choose another destination")
+    try:
+        tempfile.TemporaryFile(dir=nearest).close()
+    except OSError as error:
+        if error.errno not in FULL:  # how much is free is asked where it is known how much is needed
+            raise storage_error(str(path), error, nearest) from error
+    return nearest
 
 
 def nbytes(block: Block, itemsize: int) -> int:

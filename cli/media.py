@@ -16,6 +16,7 @@ import numpy as np
 from shardzoo.errors import InputError
 
 VIDEO, IMAGE = ".mp4", ".png"
+WHITE = 2**16 - 1  # of grey of 16 bits
 
 
 def need_packages(*names: str) -> None:
@@ -27,6 +28,10 @@ def need_packages(*names: str) -> None:
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
         raise InputError(f"generate needs {' and '.join(missing)}: pip install 'shardzoo[media]'")
+
+
+class NoWhite(ValueError):
+    """Grey of numbers that do not say which is white."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,10 +78,27 @@ def read_picture(path: Path) -> Picture:
 
     try:
         with PIL.Image.open(path) as opened:
-            return Picture(PIL.ImageOps.exif_transpose(opened).convert("RGB"))
+            return Picture(_eight_bits(PIL.ImageOps.exif_transpose(opened)).convert("RGB"))
     except (OSError, ValueError, SyntaxError, PIL.Image.DecompressionBombError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else "it is no picture"
+        known = isinstance(error, OSError) and error.strerror
+        reason = known or (str(error) if isinstance(error, NoWhite) else "it is no picture")
         raise InputError(f"{path}: cannot be read as a picture ({reason}): give a PNG or JPEG file") from error
+
+
+def _eight_bits(picture: Any) -> Any:
+    """Grey of 16 bits as grey of 8, which Pillow would clip; other pictures as they are.
+
+    Raises:
+        NoWhite: grey without a known white: floating-point numbers, or whole ones outside 16 bits.
+    """
+    import PIL.Image
+
+    if not picture.mode.startswith(("I", "F")):
+        return picture
+    grey = np.asarray(picture)
+    if picture.mode == "F" or grey.min() < 0 or grey.max() > WHITE:
+        raise NoWhite("its grey is of numbers without a known white")
+    return PIL.Image.fromarray(((grey.astype(np.uint32) * 255 + WHITE // 2) // WHITE).astype(np.uint8))
 
 
 def check_output(path: Path, *, overwrite: bool, video: bool, count: int) -> None:

@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 
 from shardzoo.checkpoints.grid import LeafSpec
-from shardzoo.checkpoints.manifest import CARRIED, MANIFEST, ManifestHeader, Skipped
+from shardzoo.checkpoints.manifest import CARRIED, ManifestHeader, Skipped
 from shardzoo.checkpoints.manifest import Source as SourceRecord
 from shardzoo.checkpoints.staging import check_destination
-from shardzoo.checkpoints.store import storage_error
+from shardzoo.checkpoints.store import storage_error, writable_folder
 from shardzoo.checkpoints.writer import CheckpointWriter, place_leaves, stored_bytes
 from shardzoo.convert.families import rules_of
 from shardzoo.convert.memory import few_arenas, peak_memory
 from shardzoo.convert.plan import Plan, check_ties, make_plan
-from shardzoo.convert.replacing import replacing
+from shardzoo.convert.replacing import check_place, is_checkpoint, replacing
 from shardzoo.convert.source import Source, open_source, row_blocks
 from shardzoo.convert.stopping import Interrupt, held_back
 from shardzoo.convert.stream import Stream, least_budget
@@ -146,11 +146,12 @@ def convert(
     """
     began = time.perf_counter()
     few_arenas()
+    target = Path(os.path.abspath(dst))
+    check_place(target)
     reading: dict[str, Any] = {"family": family, "component": component, "dtype": dtype, "quantize": quantize}
     with held_back() as interrupt, open_source(src, variant=variant, select=select) as source:
         plan = make_plan(source, config=config, prefix=prefix, **reading)
-        target = Path(os.path.abspath(dst))
-        if not overwrite or not _is_checkpoint(target):
+        if not overwrite or not is_checkpoint(target):
             check_destination(target)
         interrupt.check()
         budget = _checked_budget(memory_budget, source, plan)
@@ -158,7 +159,7 @@ def convert(
         if dry_run:
             return _predict(source, plan, target, budget, source=str(src), destination=str(dst))
         run = _Run(source, plan, budget, resume, sync, progress, config, interrupt)
-        with replacing(target, _is_checkpoint) if overwrite else contextlib.nullcontext(target) as place:
+        with replacing(target, is_checkpoint) if overwrite else contextlib.nullcontext(target) as place:
             try:
                 stream, on_disk = run.write(place)
             except OSError as error:
@@ -294,10 +295,6 @@ def _identity(source: Source, plan: Plan, assets: dict[str, Path | bytes]) -> st
     return digest.hexdigest()
 
 
-def _is_checkpoint(path: Path) -> bool:
-    return (path / MANIFEST / "metadata").is_file()
-
-
 def _report(plan: Plan, **rest: Any) -> Report:
     stored = [key for key in plan.tensors if key not in plan.skipped and key not in plan.aliases]
     return Report(
@@ -320,7 +317,7 @@ def _report(plan: Plan, **rest: Any) -> Report:
 
 def _predict(opened: Source, plan: Plan, target: Path, budget: int, **paths: str) -> Report:
     on_disk = stored_bytes(place_leaves(*_specs(plan)))
-    place = _nearest_folder(target)
+    place = writable_folder(target)
     free = shutil.disk_usage(place).free
     if free < on_disk + on_disk // 50:
         raise InputError(
@@ -337,14 +334,6 @@ def _predict(opened: Source, plan: Plan, target: Path, budget: int, **paths: str
         seconds=sum(file.size for file in opened.files) / reading + on_disk / writing,
         peak_memory=peak_memory() + min(budget, plan.bytes_read + plan.bytes_written),
     )
-
-
-def _nearest_folder(path: Path) -> Path:
-    """The folder that holds `path` or will: the first of its parents that exists."""
-    nearest = next(parent for parent in path.parents if os.path.lexists(parent))
-    if not nearest.is_dir():
-        raise InputError(f"{path}: {nearest} is not a folder: choose another destination")
-    return nearest
 
 
 def _read_rate(source: Source) -> float:

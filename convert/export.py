@@ -35,7 +35,7 @@ from shardzoo.convert.families import FAMILIES, FamilyRules, Layout, rules_of
 from shardzoo.convert.memory import few_arenas, peak_memory
 from shardzoo.convert.names import batched_names
 from shardzoo.convert.relayout import Relayout, misfits, relayout
-from shardzoo.convert.replacing import locked, replacing
+from shardzoo.convert.replacing import check_place, locked, replacing
 from shardzoo.convert.stopping import Interrupt, Stopped, held_back
 from shardzoo.convert.stream import FileDigest
 from shardzoo.errors import InputError, fail_if
@@ -113,6 +113,8 @@ def export(
             converted; a destination that exists, is full or not writable; a file that does not come out as it went in.
     """
     began = time.perf_counter()
+    target = Path(os.path.abspath(dst))
+    check_place(target)
     checkpoint = _plain(ckpt if isinstance(ckpt, Checkpoint) else open_checkpoint(ckpt), dequantize)
     other = _other_layout(checkpoint, layout)
     budget = BUDGET if memory_budget is None else memory_budget
@@ -123,7 +125,6 @@ def export(
     few_arenas()
     made = Relayout(files=files_of(checkpoint), notes=()) if other is None else relayout(checkpoint, *other)
     files = [_rounded(file) for file in made.files] if dequantize else made.files
-    target = Path(os.path.abspath(dst))
     with contextlib.ExitStack() as stack:
         interrupt = stack.enter_context(held_back())
         place = stack.enter_context(replacing(target, _is_export)) if overwrite else target

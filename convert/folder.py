@@ -36,6 +36,7 @@ _WEIGHTS = re.compile(
     r"(?P<suffix>\.safetensors|\.bin|\.pt|\.pth|\.ckpt)"
 )
 _INDEX = re.compile(r".+?(?P<suffix>\.safetensors|\.bin|\.pt|\.pth|\.ckpt)?\.index(?:\.(?P<variant>[\w-]+))?\.json")
+GGUF_REMEDY = "give the safetensors files that it was made from, or convert it to safetensors first"
 MAX_JSON_BYTES = 200 << 20
 # Small files that belong to a model and travel with its weights.
 EXTRAS = (
@@ -232,6 +233,7 @@ def _candidates(folder: Path, names: list[str]) -> list[WeightFiles]:
 
 def _choose(folder: Path, names: list[str], found: list[WeightFiles], variant: str | None) -> WeightFiles:
     if not found:
+        _refuse_gguf(folder, names)
         raise InputError(f"{folder}: holds no weights{_hint_of_subfolders(folder)}")
     kept = _of_variant(folder, found, variant)
     kept = [weights for weights in kept if weights.safetensors] or kept
@@ -250,6 +252,19 @@ def _choose(folder: Path, names: list[str], found: list[WeightFiles], variant: s
     if present:
         chosen.notes.append(f"{folder}: not read beside {chosen.name}: {batched_names(present, 10)}")
     return chosen
+
+
+def _refuse_gguf(folder: Path, names: Iterable[str]) -> None:
+    """Says of a folder without weights which GGUF files it has.
+
+    Raises:
+        InputError: it has some.
+    """
+    found = [name for name in names if name.lower().endswith(".gguf")]
+    if found:
+        raise InputError(
+            f"{folder}: holds no weights but {batched_names(found, 3)}, and GGUF is not read: {GGUF_REMEDY}"
+        )
 
 
 def _of_variant(folder: Path, found: list[WeightFiles], variant: str | None) -> list[WeightFiles]:

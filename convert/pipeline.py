@@ -28,7 +28,7 @@ from shardzoo.convert.families import rules_of
 from shardzoo.convert.folder import TORCH_SUFFIXES
 from shardzoo.convert.pipeline_source import PipelineSource, diffusers_files
 from shardzoo.convert.plan import Plan, make_plan
-from shardzoo.convert.replacing import locked, replacing
+from shardzoo.convert.replacing import check_place, locked, replacing
 from shardzoo.convert.source import open_source
 from shardzoo.errors import InputError, fail_if
 from shardzoo.progress import Progress
@@ -125,9 +125,10 @@ def convert(
     """
     began = time.perf_counter()
     names = source.pick(components)
+    target = Path(os.path.abspath(dst))
+    check_place(target)
     alike: dict[str, Any] = {"dtype": dtype, "quantize": quantize, "variant": variant}
     planned = plan_components(source, names, **alike)
-    target = Path(os.path.abspath(dst))
     told = _told(progress, {name: one.plan.bytes_written for name, one in planned.items()})
     options: dict[str, Any] = {**alike, "memory_budget": memory_budget, "sync": sync}
 
@@ -370,6 +371,8 @@ def export(
             refuses.
     """
     began = time.perf_counter()
+    target = Path(os.path.abspath(dst))
+    check_place(target)
     names = _once(pipeline, _pick(pipeline, components))
     quantized = [name for name in names if quantized_leaves(pipeline.checkpoint(name).manifest.leaves)]
     if quantized and not dequantize:
@@ -381,7 +384,6 @@ def export(
     if wanted not in (pipeline.layout, "diffusers"):
         own = "" if pipeline.layout == "diffusers" else f", {pipeline.layout!r}"
         raise InputError(f"layout={layout!r} is not one that this pipeline is written in: use 'diffusers'{own}")
-    target = Path(os.path.abspath(dst))
     sizes = {name: pipeline.checkpoint(name).manifest.total_bytes for name in names}
     told = _told(progress, sizes)
     with contextlib.ExitStack() as stack:

@@ -7,11 +7,33 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from shardzoo.checkpoints.store import sync_folder
+from shardzoo.checkpoints.manifest import MANIFEST
+from shardzoo.checkpoints.store import sync_folder, writable_folder
 from shardzoo.errors import InputError
 
 # Beside the folder that is replaced: the next one until it is whole, and the last one until it is removed.
 NEW, REPLACED = ".shardzoo-new", ".shardzoo-replaced"
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether this is a checkpoint's folder."""
+    return (path / MANIFEST / "metadata").is_file()
+
+
+def check_place(dst: Path) -> None:
+    """Refuses a destination that will not do, before anything is read.
+
+    Raises:
+        InputError: it lies within a checkpoint, which would not be whole with it, also through links; nothing can be
+            written there.
+    """
+    folder = Path(os.path.realpath(dst.parent))
+    whole = next((one for one in (folder, *folder.parents) if is_checkpoint(one)), None)
+    if whole is not None:
+        raise InputError(
+            f"{dst}: lies within the checkpoint {whole}, which would not be whole: choose another destination"
+        )
+    writable_folder(dst)
 
 
 @contextlib.contextmanager

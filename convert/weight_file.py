@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from shardzoo.convert.file_bytes import FileBytes, Strategy
+from shardzoo.convert.folder import GGUF_REMEDY
 from shardzoo.convert.safetensors import SafetensorsFile, open_safetensors
 from shardzoo.convert.torch_file import TorchFile, open_torch_file
 from shardzoo.errors import InputError
@@ -11,7 +12,7 @@ WeightFile = SafetensorsFile | TorchFile
 
 # (offset, bytes) -> what the file is, and what to do about it
 _FOREIGN = (
-    (0, b"GGUF", "is a GGUF file: convert it to safetensors first"),
+    (0, b"GGUF", f"is a GGUF file, which is not read: {GGUF_REMEDY}"),
     (0, b"version https://git-lfs", "is a Git LFS pointer and not the file itself: run `git lfs pull`"),
     (0, b"\x89HDF", "is an HDF5 file: save the weights as safetensors"),
     (0, b"\x93NUMPY", "is a NumPy array: save the weights as safetensors"),

@@ -16,6 +16,7 @@ from shardzoo.errors import InputError, fail_if
 
 Grids = tuple[tuple[int, int, int], ...]  # frames, rows and columns of patches of each image
 LEAST, MOST = 56 * 56, 3584 * 3584  # pixels of an image, as the published processors bound them
+LONGEST = 200  # the longer side over the shorter one, at most
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)  # of the pixels' channels
 
 
@@ -25,8 +26,8 @@ def fitting_size(height: int, width: int, *, side: int = 28, least: int = LEAST,
     Raises:
         InputError: an image more than 200 times as long as it is wide.
     """
-    if max(height, width) > 200 * min(height, width):
-        raise InputError(f"image: height={height} and width={width} are more than 200 to 1: crop it")
+    if max(height, width) > LONGEST * min(height, width):
+        raise InputError(f"image: height={height} and width={width} are more than {LONGEST} to 1: crop it")
     rows, columns = round(height / side) * side, round(width / side) * side
     if rows * columns > most:
         factor = math.sqrt(height * width / most)

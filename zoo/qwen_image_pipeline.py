@@ -112,6 +112,7 @@ def request(
     """
     image_pipeline.refuse_unknown(wanted, guidance=True, negative=True, images=settings.images != 0)
     fail_if(_number_problems(settings, len(wanted.images)), "generate")
+    fail_if((p for picture in wanted.images for p in _picture_problems(settings, picture)), "generate")
     seen = tuple(scaled(picture, settings.seen_area) for picture in wanted.images)
     references = tuple(scaled(picture, settings.reference_area) for picture in wanted.images)
     scale, reader = one_scale(wanted, 4.0), tokenizer("tokenizer")
@@ -145,10 +146,23 @@ def _number_problems(settings: Settings, count: int) -> Iterator[str]:
 
 def scaled(picture: Picture, area: int) -> UInt8[np.ndarray, "height width 3"]:
     """A picture of about this many pixels and about its own shape."""
+    return picture.stretched(*_scaled_size(picture, area))
+
+
+def _scaled_size(picture: Picture, area: int) -> tuple[int, int]:
+    """Height and width of about this many pixels and of about a picture's shape; 0 where its shape is too long."""
     ratio = picture.width / picture.height
     width = math.sqrt(area * ratio)
     height, width = (round(side / MULTIPLE) * MULTIPLE for side in (width / ratio, width))
-    return picture.stretched(max(height, MULTIPLE), max(width, MULTIPLE))
+    return height, width
+
+
+def _picture_problems(settings: Settings, picture: Picture) -> Iterator[str]:
+    """A picture too long for the language model, scaled; one that it takes has a short side for the transformer too."""
+    short, long = sorted(_scaled_size(picture, settings.seen_area))
+    if long > qwen2_5_vl_inputs.LONGEST * short:
+        seen = f"as the model sees it {long} x {short}, more than {qwen2_5_vl_inputs.LONGEST} to 1"
+        yield f"image: of {picture.height} x {picture.width}, {seen}: cut it"
 
 
 def _shown(settings: Settings, eyes: qwen2_5_vl.Config, seen: tuple[np.ndarray, ...]) -> str:

@@ -1,0 +1,33 @@
+"""Pictures that are read: grey of 16 bits, which Pillow would clip to white, and shapes too long to edit."""
+
+import numpy as np
+import PIL.Image
+import pytest
+
+from shardzoo.cli import media
+from shardzoo.errors import InputError
+from shardzoo.zoo import qwen_image_pipeline
+
+
+def test_grey_of_16_bits_is_scaled(tmp_path):
+    grey = np.random.default_rng(0).integers(0, 2**16, (5, 7)).astype(np.uint16)
+    grey[0, :2] = 0, 2**16 - 1
+    PIL.Image.fromarray(grey).save(tmp_path / "grey.png")
+    found = media.read_picture(tmp_path / "grey.png").stretched(5, 7)
+    want = np.round(grey.astype(np.float64) * 255 / 65535).astype(np.uint8)
+    np.testing.assert_array_equal(found, np.repeat(want[:, :, None], 3, axis=2))
+
+
+@pytest.mark.parametrize("grey", [np.ones((2, 2), np.float32), np.full((2, 2), 70000, np.int32)])
+def test_numbers_without_a_known_white_are_refused(tmp_path, grey):
+    PIL.Image.fromarray(grey).save(tmp_path / "grey.tiff")
+    with pytest.raises(InputError, match="its grey is of numbers without a known white"):
+        media.read_picture(tmp_path / "grey.tiff")
+
+
+@pytest.mark.parametrize(("size", "refused"), [((1, 100_000), True), ((600, 10), False), ((2300, 10), False)])
+def test_pictures_too_long_to_edit(size, refused):
+    """The bound is that of the language model's processor on the picture as it is scaled for it."""
+    settings = qwen_image_pipeline.Settings(seen_area=384 * 384)
+    problems = list(qwen_image_pipeline._picture_problems(settings, media.Picture(PIL.Image.new("RGB", size[::-1]))))
+    assert len(problems) == refused and all("more than 200 to 1: cut it" in problem for problem in problems)
