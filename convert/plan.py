@@ -20,6 +20,7 @@ from shardzoo.checkpoints.manifest import CARRIED, canonical
 from shardzoo.convert import bundle
 from shardzoo.convert.families import FamilyRules, Layout
 from shardzoo.convert.finding import best_match, find_family, find_layout, looks, whole_prefix, without_prefix
+from shardzoo.convert.names import batched_names
 from shardzoo.convert.rules import Expected, Piece, expand, expected, gaps, last_layer, unit
 from shardzoo.convert.source import Source, TensorInfo, row_blocks
 from shardzoo.errors import InputError, fail_if
@@ -291,6 +292,7 @@ def _match(
         by_leaf[piece.target].append(piece)
     problems = _misfits(source, sorting, config) + _dtype_problems(source, by_leaf, cast)
     if problems:
+        _refuse_quantized(source, sorting.extra)
         title = f"{source.root}: does not fit family {rules.family} in layout {layout.name!r}"
         fail_if(problems + _advice(source, sorting, rules, params, layout, prefix), title)
     wrong = gaps(pieces, params)
@@ -313,6 +315,20 @@ def _match(
         tensors=source.tensors,
         notes=(*source.notes, *_remarks(sorting, prefix)),
     )
+
+
+def _refuse_quantized(source: Source, extra: list[str]) -> None:
+    """Names the format of weights that others have quantized, in place of each of its keys.
+
+    Raises:
+        InputError: they look like that.
+    """
+    seems = looks(source)
+    if extra and seems.startswith("a quantized export"):
+        raise InputError(
+            f"{source.root}: holds {seems} ({batched_names(extra, 3)}), which is not read: give the weights that it was"
+            " made from, and quantize those by quantize= (--quantize)"
+        )
 
 
 def _remarks(sorting: _Sorting, prefix: str) -> list[str]:

@@ -227,6 +227,23 @@ def test_rope_is_read_from_old_and_new_names(rope):
     assert (ours.low_freq_factor, ours.high_freq_factor) == (1.0, 4.0)
 
 
+@pytest.mark.parametrize(
+    ("ending", "name"),
+    [("qweight", "GPTQ, AWQ"), ("weight.absmax", "bitsandbytes"), ("weight_scale", "scaled fp8")],
+)
+def test_weights_that_others_quantized_are_named_in_one_line(tmp_path, ending, name):
+    config = hf("llama", SMALL)
+    config.pop("quantization_config", None)
+    keys = {
+        f"model.layers.{i}.self_attn.{p}_proj.{e}": (8,) for i in range(4) for p in "qkvo" for e in ("weight", ending)
+    }
+    with pytest.raises(
+        InputError, match=rf"holds a quantized export \({name}\) .*give the weights that it was"
+    ) as error:
+        plan_conversion(write_hollow(tmp_path, keys, config))
+    assert "\n" not in str(error.value)
+
+
 def test_linear_rope_is_read():
     ours = read(**hf("llama", SMALL, rope_theta=1e4, rope_scaling={"type": "linear", "factor": 2.0})).rope
     assert (ours.scaling, ours.factor) == ("linear", 2.0)
