@@ -151,7 +151,7 @@ class Program:
 
     def ahead(self, carry: Carry, at: Tick, always: Tick) -> tuple[Carry, Array]:
         """The forward of a chunk; its input is kept for its backward."""
-        work, rows = pipeline.of_stage(at.forward), self.of(at.enter)
+        work, rows = pipeline.of_stage(at.forward), self.of(pipeline.after(at.enter, carry.forth))
         own = when(
             always.enter, at.enter, lambda x: self.enter(self.ends[0], rows), lambda x: x, pipeline.zeros(carry.forth)
         )
@@ -161,7 +161,8 @@ class Program:
         slot = jnp.maximum(work.slot, 0)
         kept = jnp.where(work.microbatch != IDLE, x, pipeline.pick(carry.inputs, slot))
         inputs = lax.dynamic_update_index_in_dim(carry.inputs, kept, slot, 0)
-        return carry._replace(inputs=inputs, forth=pipeline.send(y, self.rounds)), y
+        forth = pipeline.send(y, self.rounds)
+        return carry._replace(inputs=inputs, forth=forth), pipeline.after(y, forth)
 
     def turn(self, carry: Carry, y: Array, microbatch: Array, always: Int[np.ndarray, " ticks"]) -> tuple[Carry, Array]:
         """Logits, loss and their backward of the microbatch that has passed the last stage."""
@@ -182,11 +183,13 @@ class Program:
         busy, last = work.microbatch != IDLE, lax.axis_index(PIPE) == lax.axis_size(PIPE) - 1
         cotangent = jnp.where(busy, jnp.where(last & (work.round == self.rounds - 1), turned, carry.back), 0)
         (chunk, fixed), first = pipeline.chunk_of(self.blocks, work.round, self.rounds)
-        x, own = pipeline.pick(carry.inputs, work.slot), self.of(work.microbatch)
+        slot, own = pipeline.after(work.slot, turned, carry.forth), self.of(work.microbatch)
+        x = pipeline.pick(carry.inputs, slot)
         _, pull = jax.vjp(lambda chunk, x: self.parts.stage(eqx.combine(chunk, fixed), x, own, first)[0], chunk, x)
         of_chunk, of_x = pull(cotangent)
         of_chunk = jax.tree.map(lambda d: jnp.where(busy, d, 0), of_chunk)
-        first_x = jnp.where((lax.axis_index(PIPE) == 0) & (work.round == 0), of_x, 0)
+        sent = pipeline.send(of_x, self.rounds, back=True)
+        first_x = pipeline.after(jnp.where((lax.axis_index(PIPE) == 0) & (work.round == 0), of_x, 0), sent)
 
         def leave(ends: Any) -> Any:
             return added(ends, jax.vjp(lambda ends: self.enter(ends, rows), self.ends[0])[1](first_x)[0])
@@ -194,7 +197,7 @@ class Program:
         return carry._replace(
             blocks=added(carry.blocks, of_chunk, work.round if self.rounds > 1 else None),
             ends=when(always.leave, at.leave, leave, lambda x: x, carry.ends),
-            back=pipeline.send(of_x, self.rounds, back=True),
+            back=sent,
         )
 
     def of(self, microbatch: Array) -> Rows:
@@ -280,7 +283,14 @@ def gradients(
     carry = Program(parts, loss, ends, blocks, rows, features, rounds).run(carry, ticks_of(plan))
     (of_ends,) = pull_ends(jax.tree.map(lambda d, w: d.astype(w.dtype), carry.ends, ends[0]))
     (of_blocks,) = pull_blocks(jax.tree.map(lambda d, w: d.astype(w.dtype), carry.blocks, blocks[0]))
-    return lax.psum(carry.loss, (DATA, CONTEXT)), with_stacks(of_ends, parts, of_blocks)
+    return total(carry), with_stacks(of_ends, parts, of_blocks)
+
+
+def total(carry: Carry) -> Float[Array, ""]:
+    """The loss of all devices, summed after the last tick."""
+    loss = pipeline.after(carry.loss, *jax.tree.leaves((carry.blocks, carry.ends))[:1])
+    same = tuple(sorted(manual_axes(loss) - {DATA, CONTEXT}))  # on devices that differ in these alone
+    return lax.psum(jnp.where(lax.axis_index(same) == 0, loss, 0) if same else loss, (DATA, CONTEXT, *same))
 
 
 def split_vjp(change: Callable[[Tree], Tree], tree: Tree, wanted: Any) -> tuple[tuple[Tree, Tree], Callable]:
@@ -374,7 +384,8 @@ def loss_and_grad(
     ) -> tuple[Float[Array, ""], Any]:
         given = {"lengths": lengths, "mask": mask, "positions": positions, "places": places}
         fail_if(problems(model, features=features, **given), what)
-        counted = weights(jnp.asarray(labels), counts, vocab)
+        counted, count = weights(jnp.asarray(labels), counts, vocab)
+        tokens = pipeline.after(jnp.asarray(tokens), count)
         rows = {"tokens": tokens, "labels": labels, "weights": counted, **given}
         cut = pipeline.microbatches_for(microbatches, mesh, tokens.shape[0])
         arrays = {k: pad(jnp.asarray(v), mesh.shape[DATA] * cut, seq_ways) for k, v in rows.items() if v is not None}
@@ -393,8 +404,9 @@ def loss_and_grad(
 
 def weights(
     labels: Int[Array, "batch seq"], counts: Bool[Array, "batch seq"] | None, vocab: int
-) -> Float[Array, "batch seq"]:
-    """1 / n for each of the n labels that count, so that the sum of losses is their mean."""
+) -> tuple[Float[Array, "batch seq"], Int[Array, ""]]:
+    """1 / n for each of the n labels that count, so that the sum of losses is their mean; and n."""
     wanted = (labels >= 0) & (labels < vocab)
     wanted = wanted if counts is None else wanted & jnp.asarray(counts)
-    return wanted / jnp.maximum(jnp.sum(wanted, dtype=jnp.int32), 1).astype(jnp.float32)
+    n = jnp.sum(wanted, dtype=jnp.int32)
+    return wanted / jnp.maximum(n, 1).astype(jnp.float32), n

@@ -6,6 +6,7 @@ import itertools
 import re
 
 import equinox as eqx
+import hlo
 import jax
 import jax.extend
 import jax.numpy as jnp
@@ -180,6 +181,25 @@ def differentiated(name):
 def test_one_forward_one_backward(name, degrees, options):
     """The schedule's loss and gradient are those of the differentiated forward pass on one device."""
     assert_close(trained(name, degrees, **options), differentiated(name))
+
+
+@pytest.mark.parametrize(
+    "name, degrees, options",
+    [
+        ("dense", dict(data=2, pipe=2, tensor=2), dict(microbatches=3, residual="seq")),
+        pytest.param("hybrid", dict(pipe=2, context=2, tensor=2), dict(microbatches=2), marks=pytest.mark.slow),
+        pytest.param("deep", dict(pipe=4, tensor=2), dict(rounds=2, microbatches=1), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_all_devices_start_loops_and_collectives_in_one_order(name, degrees, options):
+    """Else devices wait for each other for ever on CPUs, in one of some hundred steps."""
+    at_rest = "data" if "data" in degrees else None
+    options = dict(options)
+    family, declared, mesh, model, _ = live(name, degrees, options.pop("rounds", 1), at_rest)
+    labels, counts = losses.next_tokens(MORE, MORE_LENGTHS)
+    step = jax.jit(family.loss_and_grad(declared, mesh, **options))
+    assert not hlo.unordered(step.lower(model, MORE, labels, counts, lengths=MORE_LENGTHS).compile())
 
 
 ADAPTERS = "*.lora.*.[ab]"
