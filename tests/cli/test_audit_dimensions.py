@@ -13,7 +13,7 @@ from shardzoo.cli.dimensions import describe, limits, stages
 from shardzoo.cli.verdicts import judge
 from shardzoo.errors import InputError
 from shardzoo.zoo import decoder, find_preset, layout, schedule
-from shardzoo.zoo.families import TraceSizes, family_names, find_family
+from shardzoo.zoo.families import MODULES, TraceSizes, find_family
 from shardzoo.zoo.mesh import Degrees, make_mesh
 
 
@@ -102,7 +102,7 @@ def test_the_heads_of_wan_1_3b_allow_what_is_published_and_its_mlp_less():
     assert limits(declared("flux/flux1-dev")).beside == {}
 
 
-@pytest.mark.parametrize("preset", [name for family in family_names() for name in presets_of(family)])
+@pytest.mark.parametrize("preset", [name for family in MODULES for name in presets_of(family)])
 def test_nothing_is_told_to_divide_that_does_not(preset):
     model = declared(preset)
     for degree, dims in limits(model).beside.items():

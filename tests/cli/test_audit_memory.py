@@ -9,7 +9,7 @@ from command_line import invoke
 from shardzoo.cli.memory import memory_of, part_bytes, trace, weight_bytes
 from shardzoo.cli.prediction import abstract_mesh
 from shardzoo.zoo import decoder, find_preset, layout
-from shardzoo.zoo.families import TraceSizes, family_names, find_family
+from shardzoo.zoo.families import MODULES, TraceSizes, find_family
 from shardzoo.zoo.mesh import Degrees
 
 TINY = decoder.Config(vocab=512, embed=256, layers=4, heads=8, kv_heads=4, head_dim=128, mlp=512)
@@ -145,7 +145,7 @@ def test_names_are_escaped_in_the_page():
 
 
 def presets():
-    for name in family_names():
+    for name in MODULES:
         yield from (f"{name}/{preset}" for preset in find_family(name).presets)
 
 

@@ -5,11 +5,11 @@ import dataclasses
 import pytest
 
 from shardzoo.errors import InputError
-from shardzoo.zoo.families import family_names, find_family
+from shardzoo.zoo.families import MODULES, find_family
 from shardzoo.zoo.rope import Rope
 
 NUMBERS = ("theta", "eps", "norm_eps", "statistics_eps")
-CONFIGS = {name: next(iter(find_family(name).presets.values())) for name in family_names()} | {"rope": Rope()}
+CONFIGS = {name: next(iter(find_family(name).presets.values())) for name in MODULES} | {"rope": Rope()}
 FIELDS = [(name, f.name) for name, c in CONFIGS.items() for f in dataclasses.fields(c) if f.name in NUMBERS]
 
 
