@@ -21,7 +21,7 @@ from shardzoo.checkpoints.writer import CheckpointWriter, place_leaves, stored_b
 from shardzoo.convert.families import rules_of
 from shardzoo.convert.memory import few_arenas, peak_memory
 from shardzoo.convert.plan import Plan, check_ties, make_plan
-from shardzoo.convert.replacing import check_place, is_checkpoint, replacing
+from shardzoo.convert.replacing import check_place, has_manifest, replacing
 from shardzoo.convert.source import Source, open_source, row_blocks
 from shardzoo.convert.stopping import Interrupt, held_back
 from shardzoo.convert.stream import Stream, least_budget
@@ -151,7 +151,7 @@ def convert(
     reading: dict[str, Any] = {"family": family, "component": component, "dtype": dtype, "quantize": quantize}
     with held_back() as interrupt, open_source(src, variant=variant, select=select) as source:
         plan = make_plan(source, config=config, prefix=prefix, **reading)
-        if not overwrite or not is_checkpoint(target):
+        if not overwrite or not has_manifest(target):
             check_destination(target)
         interrupt.check()
         budget = _checked_budget(memory_budget, source, plan)
@@ -159,7 +159,7 @@ def convert(
         if dry_run:
             return _predict(source, plan, target, budget, source=str(src), destination=str(dst))
         run = _Run(source, plan, budget, resume, sync, progress, config, interrupt)
-        with replacing(target, is_checkpoint) if overwrite else contextlib.nullcontext(target) as place:
+        with replacing(target, has_manifest) if overwrite else contextlib.nullcontext(target) as place:
             try:
                 stream, on_disk = run.write(place)
             except OSError as error:

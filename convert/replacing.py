@@ -15,8 +15,8 @@ from shardzoo.errors import InputError
 NEW, REPLACED = ".shardzoo-new", ".shardzoo-replaced"
 
 
-def is_checkpoint(path: Path) -> bool:
-    """Whether this is a checkpoint's folder."""
+def has_manifest(path: Path) -> bool:
+    """Whether this is the folder of a checkpoint that has a manifest, which one of plain Orbax has not."""
     return (path / MANIFEST / "metadata").is_file()
 
 
@@ -28,7 +28,7 @@ def check_place(dst: Path) -> None:
             written there.
     """
     folder = Path(os.path.realpath(dst.parent))
-    whole = next((one for one in (folder, *folder.parents) if is_checkpoint(one)), None)
+    whole = next((one for one in (folder, *folder.parents) if has_manifest(one)), None)
     if whole is not None:
         raise InputError(
             f"{dst}: lies within the checkpoint {whole}, which would not be whole: choose another destination"
