@@ -8,6 +8,7 @@ Sums of disjoint blocks add up, whoever takes them: numpy while writing, or a de
 
 import functools
 import math
+import threading
 from collections.abc import Iterator
 
 import jax
@@ -16,6 +17,7 @@ import ml_dtypes
 import numpy as np
 from jaxtyping import Array, Shaped, UInt, UInt32
 
+from shardzoo.checkpoints import pages
 from shardzoo.zoo.layout import HOST
 
 SEEDS = ((0x9E3779B1, 0x85EBCA77), (0xC2B2AE3D, 0x27D4EB2F))  # (row, column) weights of the two sums
@@ -27,6 +29,8 @@ SUB_BYTE = {
     np.dtype(ml_dtypes.int4): 4,
     np.dtype(ml_dtypes.float4_e2m1fn): 4,
 }  # bits
+
+_kept = threading.local()
 
 Sums = tuple[int, int]
 
@@ -94,13 +98,22 @@ def _of_piece(block: Shaped[np.ndarray, "..."], start: tuple[int, ...], shape: t
     ]
     sums = [0, 0]
     step = max(1, min(TILE // columns, len(flat)))
-    room = np.empty((step, columns), np.uint32)
+    room = _room(step, columns)
     for at in range(0, len(flat), step):
         wide = room[: len(flat) - at]
         np.copyto(wide, flat[at : at + step])  # once for both sums
         for which, (f, g) in enumerate(weights):
             sums[which] += int(np.dot(np.einsum("rc,c->r", wide, g), f[at : at + step]))
     return sums[0] & 0xFFFFFFFF, sums[1] & 0xFFFFFFFF
+
+
+def _room(rows: int, columns: int) -> UInt32[np.ndarray, "rows columns"]:
+    """Memory to widen words in, that each thread keeps: on the heap it would stay resident when the thread is gone."""
+    if rows * columns > TILE:
+        return pages.empty((rows, columns), np.uint32)
+    if not hasattr(_kept, "words"):
+        _kept.words = pages.empty((TILE,), np.uint32)
+    return _kept.words[: rows * columns].reshape(rows, columns)
 
 
 def _word_weights(count: int, seed: int) -> UInt32[np.ndarray, " count"]:
