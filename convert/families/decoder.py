@@ -5,10 +5,11 @@ configs (older field names included).
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from shardzoo.convert.families import FamilyRules, Layout
+from shardzoo.convert.families.fields import other_math, two_ropes
 from shardzoo.convert.rules import Rule
 from shardzoo.convert.source import TensorInfo
 from shardzoo.errors import InputError, fail_if
@@ -161,7 +162,8 @@ def read_config(source: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) ->
         _malformed({**source, **text}) or _malformed(_rope_fields(text)),
         "config.json: has values that are not of the kind that its fields hold",
     )
-    problems = _unsupported(text, kind) + _quantized(source)
+    problems = [*_unsupported(text, kind), *other_math({**_rope_fields(text), **text}), *two_ropes(text)]
+    problems += _quantized(source)
     problems += [f"{name} is missing" for name in _SIZES if text.get(name) is None]
     fail_if(problems, f"config.json: model_type={kind!r} as given is not one that the decoder family runs")
     heads = text["num_attention_heads"]
@@ -252,11 +254,20 @@ def _unsupported(text: Mapping[str, Any], kind: str) -> list[str]:
     partial = _first(rope.get("partial_rotary_factor"), text.get("partial_rotary_factor"), 1.0)
     if partial != 1.0:
         problems.append(f"partial_rotary_factor={partial} is not supported: only 1.0 is")
-    other = {*(text.get("layer_types") or ())} - {"full_attention", "sliding_attention"}
+    types = text.get("layer_types") or ()
+    other = {*types} - {"full_attention", "sliding_attention"}
     problems += [
         f"layer_types: {name!r} is not supported: full_attention and sliding_attention are" for name in sorted(other)
     ]
-    return problems
+    return problems if other or kind not in ("llama", "mistral") else [*problems, *_mixed(text, kind, types)]
+
+
+def _mixed(text: Mapping[str, Any], kind: str, types: Iterable[str]) -> Iterator[str]:
+    """Layers of another kind than a model has whose layers are all alike."""
+    windowed = kind == "mistral" and text.get("sliding_window", _WINDOW[kind]) is not None
+    alike = "sliding_attention" if windowed else "full_attention"
+    if {*types} - {alike}:
+        yield f"layer_types={list(types)}: all layers of a {kind} with these fields are {alike}: correct one of them"
 
 
 def _quantized(source: Mapping[str, Any]) -> list[str]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from shardzoo.convert.families import FamilyRules, Layout
-from shardzoo.convert.families.fields import malformed, too_large
+from shardzoo.convert.families.fields import malformed, other_math, too_large, two_ropes
 from shardzoo.convert.rules import Rule
 from shardzoo.convert.source import TensorInfo
 from shardzoo.errors import InputError, fail_if
@@ -204,6 +204,7 @@ def read_config(source: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) ->
     ]
     problems += too_large({"partial_rotary_factor": fields.get("partial_rotary_factor")})
     problems += [*_rope_problems(fields), *_quantized(source), *_quantized(text), *_experts(text)]
+    problems += [*other_math(fields), *two_ropes(text)]
     fail_if(problems, "config.json: not a Qwen3.5 as this zoo runs it")
     given = {ours: text[field] for field, ours in _SIZES.items()}
     given |= {ours: _or(text, field, default) for field, (ours, default) in _OPTIONAL.items()}

@@ -260,6 +260,16 @@ def test_linear_rope_is_read():
         ({"hidden_act": "gelu", "partial_rotary_factor": 0.5}, ["'gelu'", "partial_rotary_factor=0.5"]),
         ({"quantization_config": {"quant_method": "awq"}}, ["'awq'"]),
         ({"layer_types": ["chunked_attention"] * 4}, ["'chunked_attention'"]),
+        ({"layer_types": ["sliding_attention"] * 4}, ["all layers of a llama", "full_attention"]),
+        ({"model_type": "mistral", "layer_types": ["full_attention"] * 4}, ["all layers of a mistral"]),
+        ({"final_logit_softcapping": 30.0}, ["final_logit_softcapping=30.0"]),
+        ({"embedding_multiplier": 12.0, "residual_multiplier": 0.2}, ["embedding_multiplier=12.0", "residual_mul"]),
+        ({"is_causal": False}, ["is_causal=False"]),
+        ({"rope_parameters": {"rope_type": "default", "llama_4_scaling_beta": 0.1}}, ["llama_4_scaling_beta=0.1"]),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 4.0}, "rope_parameters": {"rope_type": "default"}},
+            ["rope_scaling and rope_parameters differ in factor, rope_type"],
+        ),
         ({"model_type": "gemma2"}, ["'gemma2'", "llama, llava, mistral"]),
         ({"model_type": "llava", "text_config": {"model_type": "phi"}}, ["'phi'"]),
     ],
@@ -268,6 +278,14 @@ def test_what_the_decoder_does_not_do_is_refused_by_name(more, words):
     with pytest.raises(InputError) as error:
         read(**hf("llama", SMALL) | more)
     assert all(word in str(error.value) for word in words)
+
+
+def test_fields_of_other_models_that_change_nothing_are_read():
+    plain = {"embedding_multiplier": 1.0, "final_logit_softcapping": None, "alibi": False, "is_causal": True}
+    types = {"layer_types": ["full_attention"] * 4, "sliding_window": None}
+    same = {"rope_scaling": {"type": "default"}, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    expected = read(**hf("mistral", SMALL, rope_theta=1e4, sliding_window=None))
+    assert read(**hf("mistral", SMALL, **plain, **types, **same)) == expected
 
 
 SIZES = (

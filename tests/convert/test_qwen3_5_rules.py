@@ -145,6 +145,7 @@ def test_what_a_config_leaves_out_is_what_transformers_takes():
         ({"model_type": "qwen3_5", "text_config": [1]}, "text_config=.* is not an object"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
         ({"attention_bias": True}, "attention_bias=True is not supported"),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0 is not supported"),
         ({"hidden_size": "5120"}, "hidden_size='5120' is not a whole number"),
         ({"num_hidden_layers": None}, "num_hidden_layers is missing"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope type 'yarn' is not supported"),
