@@ -149,6 +149,18 @@ def _plain(value: Any) -> Any:
     return [_plain(v) for v in value] if isinstance(value, list | tuple) else value
 
 
+def config_changes(was: Any, now: Any) -> list[str]:
+    """Every field in which a config differs from another of its type, as "rope.theta=5.0 (was 10000.0)"."""
+    return _changes(config_to_json(was), config_to_json(now), "")
+
+
+def _changes(was: Any, now: Any, name: str) -> list[str]:
+    if isinstance(was, Mapping) and isinstance(now, Mapping):
+        dot = f"{name}." if name else ""
+        return [line for field in now for line in _changes(was.get(field), now[field], f"{dot}{field}")]
+    return [] if was == now else [f"{name}={now!r} (was {was!r})"]
+
+
 def config_from_json(cls: type, fields: Mapping[str, Any]) -> Any:
     """The config of type `cls` that `config_to_json` wrote.
 

@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Int, jaxtyped
 
 from shardzoo.errors import fail_if
 from shardzoo.zoo import layout, pipeline
+from shardzoo.zoo.families import config_changes
 from shardzoo.zoo.layers import Residual, check_residual, own_share
 from shardzoo.zoo.mesh import CONTEXT, DATA, TP
 from shardzoo.zoo.remat import Remat, check_remat
@@ -95,7 +96,8 @@ def forward(
         places: Int[Host, "batch seq"] | None = None,
     ) -> Any:
         given = {"lengths": lengths, "mask": mask, "positions": positions, "places": places}
-        fail_if(problems(model, features=features, **given), what)
+        wrong = [*not_declared(declared, model), *no_tokens(tokens)]
+        fail_if(wrong or problems(model, features=features, **given), what)
         rows = {name: x for name, x in {"tokens": tokens, **given}.items() if x is not None}
         cut = pipeline.microbatches_for(microbatches, mesh, tokens.shape[0])
         arrays = {name: pad(jnp.asarray(x), mesh.shape[DATA] * cut, seq_ways) for name, x in rows.items()}
@@ -124,6 +126,20 @@ def check_run(
     pipeline.check_microbatches(what, microbatches)
     check_residual(what, residual)
     check_remat(what, remat)
+
+
+def not_declared(declared: Any, model: Any) -> list[str]:
+    """Whether a model is of another kind or config than the declaration that a function was made for."""
+    if type(model) is not type(declared):
+        return [f"model: is a {type(model).__name__}, declared is a {type(declared).__name__}: give that"]
+    changes = config_changes(declared.config, model.config)
+    return [f"model.config is not the declared one: {change}: declare it as it is" for change in changes]
+
+
+def no_tokens(tokens: Host) -> list[str]:
+    """Whether there are no tokens at all."""
+    rows, seq = tokens.shape
+    return [] if rows and seq else [f"tokens: {rows} rows of {seq} are none: give at least one"]
 
 
 def input_problems(embed: int, *, lengths=None, mask=None, features=None, places=None) -> Iterator[str]:

@@ -221,6 +221,14 @@ def test_refusals():
     f, model = decoder.forward(declared, mesh), layout.place(declared, mesh, harsh(declared))
     with pytest.raises(InputError, match="lengths and mask"):
         f(model, TOKENS, lengths=LENGTHS, mask=TOKENS > 3)
+    for none in (TOKENS[:0], TOKENS[:, :0]):
+        with pytest.raises(InputError, match=r"tokens: \d+ rows of \d+ are none"):
+            f(model, none)
+    other = dataclasses.replace(CONFIG, norm_eps=0.5)
+    with pytest.raises(InputError, match=r"model.config is not the declared one: norm_eps=0.5 \(was"):
+        f(dataclasses.replace(model, config=other), TOKENS)
+    with pytest.raises(InputError, match="model: is a Block, declared is a Decoder"):
+        f(model.blocks, TOKENS)
 
 
 @pytest.mark.parametrize(
