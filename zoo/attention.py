@@ -14,6 +14,7 @@ Lengths are global valid lengths; positions beyond them are padding that never r
 """
 
 import dataclasses
+import functools
 import math
 
 import jax.numpy as jnp
@@ -95,6 +96,7 @@ def attention(
     *,
     causal: bool = False,
     window: int | None = None,
+    windowed: Bool[Array, ""] | None = None,
     scale: float | None = None,
     soft_cap: float | None = None,
     lengths: Int[Array, " batch"] | None = None,
@@ -110,6 +112,7 @@ def attention(
     holds this device's heads. `distance_bias` is a bias that depends on the distance from query to key alone, in place
     of `bias`: entry d + all_seq - 1 is that of keys d places after the query. It is spread over queries and keys here,
     for the heads or the queries that this device works on. Rows beyond `lengths` come out as zeros. float32 inside.
+    `windowed` says of a layer in a loop whether it has the window (None: it has): a branch that holds no collective.
 
     Collectives: where heads are split three all-to-all (q; k and v; output), where rows are one all-gather (k and v);
     one more all-gather for `segment_ids` or `key_mask`.
@@ -125,13 +128,15 @@ def attention(
         bias = here.by_distance(distance_bias)
     elif bias is not None:
         bias = here.of_rows(here.of_heads(bias, axis=1), axis=2)
-    out = flash_attention(
-        q, kv[:, :, 0], kv[:, :, 1], q_offset=here.first, bias=bias,
+    attend = functools.partial(
+        flash_attention, q, kv[:, :, 0], kv[:, :, 1], q_offset=here.first, bias=bias,
         q_lengths=here.lengths(lengths), kv_lengths=lengths,
         q_segment_ids=here.query_ids(kv_ids, hidden=key_mask is not None), kv_segment_ids=kv_ids,
-        causal=causal, window=window, scale=scale, soft_cap=soft_cap,
+        causal=causal, scale=scale, soft_cap=soft_cap,
     )  # fmt: skip
-    return plan.split_seq(out)
+    if windowed is None:
+        return plan.split_seq(attend(window=window))
+    return plan.split_seq(lax.cond(windowed, lambda: attend(window=window), lambda: attend(window=None)))
 
 
 @dataclasses.dataclass(frozen=True)

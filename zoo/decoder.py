@@ -24,7 +24,7 @@ from shardzoo.errors import InputError
 from shardzoo.kernels.flash_attention.options import varying_like
 from shardzoo.zoo import language_model, layout, pipeline, pipeline_gradients
 from shardzoo.zoo.attention import attention
-from shardzoo.zoo.decoder_model import Block, Config, Decoder, by_window
+from shardzoo.zoo.decoder_model import Block, Config, Decoder, window_of
 from shardzoo.zoo.families import Family, TraceSizes, register
 from shardzoo.zoo.in_place import block_at
 from shardzoo.zoo.language_model import (
@@ -259,11 +259,8 @@ def stage(
         block = block_at(blocks, index) if run.in_place else _block(blocks, index) if block is None else block
         block = layout.gather_at_rest(block, declared.blocks, narrow=narrow)
         q, kv = block.project(x, turn, run.residual)
-        attended = by_window(
-            config,
-            layer,
-            lambda window: attention(q, kv, causal=True, window=window, lengths=lengths, key_mask=mask),
-        )
+        window = window_of(config, layer)
+        attended = attention(q, kv, causal=True, **window, lengths=lengths, key_mask=mask)
         x = block.finish(x, attended, run.residual)
         if slots is not None:
             kept = lax.dynamic_update_index_in_dim(kept, x, slots[layer + 1], 0)

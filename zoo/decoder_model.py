@@ -6,12 +6,11 @@ are one device's. The blocks are stacked, to be run by one `lax.scan`.
 """
 
 import dataclasses
-from collections.abc import Callable
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Int
 
 from shardzoo.errors import fail_if, not_above_zero
@@ -92,15 +91,12 @@ class Config:
         return self.sliding_layers or (True,) * self.layers
 
 
-def by_window(
-    config: Config, layer: Int[Array, ""], attend: Callable[[int | None], Array]
-) -> Float[Array, "batch seq heads head_dim"]:
-    """`attend(window)` of this layer: windows are static, so layers that differ become the branches of a `cond`."""
+def window_of(config: Config, layer: Int[Array, ""]) -> dict[str, Any]:
+    """A layer's window as `attention` takes it: its size is static, a loop over unlike layers says which has it."""
     windowed = config.windowed
     if len(set(windowed)) == 1:
-        return attend(config.sliding_window if windowed[0] else None)
-    here = jnp.asarray(windowed)[layer]
-    return lax.cond(here, lambda: attend(config.sliding_window), lambda: attend(None))
+        return {"window": config.sliding_window if windowed[0] else None}
+    return {"window": config.sliding_window, "windowed": jnp.asarray(windowed)[layer]}
 
 
 class Attention(eqx.Module):
