@@ -156,7 +156,9 @@ def _check_is_checkpoint(root: Path) -> None:
     elif root.resolve().name.endswith(STAGING_SUFFIX):
         problems = ["is unfinished: run the command that was writing it again"]
     elif not (root / CHECKPOINT_METADATA).exists():
-        problems = [f"is not a checkpoint: it has no {CHECKPOINT_METADATA}"]
+        theirs = any(root.glob("*.safetensors")) or any(root.glob("*.bin"))
+        hint = "; it holds PyTorch's weights: `shardzoo convert` them first" if theirs else ""
+        problems = [f"is not a checkpoint: it has no {CHECKPOINT_METADATA}{hint}"]
     fail_if(problems, str(root))
 
 

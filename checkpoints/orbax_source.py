@@ -22,6 +22,7 @@ from orbax.checkpoint import v1 as ocp
 from shardzoo.checkpoints import distributed
 from shardzoo.checkpoints.restore import check_wide
 from shardzoo.errors import InputError, fail_if
+from shardzoo.zoo.dtypes import float_dtype
 from shardzoo.zoo.layout import Param, audit, fill, named
 
 
@@ -54,7 +55,7 @@ def restore_orbax(
             dtypes, a mesh that does not fit, patterns that match nothing: all in one message, before a value is read.
         distributed.ProcessTimeout: another process did not finish in time.
     """
-    root = Path(path).absolute()
+    dtype, root = float_dtype("restore_orbax", dtype), Path(path).absolute()
     item, tree = _stored(root, item)
     stored = _leaves(tree)
     chosen, problems = _matches(named(declared), mapping, stored)
@@ -68,7 +69,7 @@ def restore_orbax(
     targets: dict[tuple[str, ...], list] = collections.defaultdict(list)
     for leaf, source in chosen.items():
         param = params[leaf]
-        wanted = np.dtype(dtype) if dtype is not None and _is_float(param.dtype) else param.dtype
+        wanted = dtype if dtype is not None and _is_float(param.dtype) else param.dtype
         target = jax.ShapeDtypeStruct(param.shape, wanted, sharding=param.sharding(mesh))
         targets[source].append((leaf, target))
     check_wide({leaf: target.dtype for wanted in targets.values() for leaf, target in wanted})

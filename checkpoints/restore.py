@@ -26,6 +26,7 @@ from shardzoo.checkpoints.manifest import Leaf
 from shardzoo.checkpoints.quantizing import Made, QuantizedWeight, finish, weights_to_quantize
 from shardzoo.errors import InputError, fail_if
 from shardzoo.zoo import quantize as quantization
+from shardzoo.zoo.dtypes import float_dtype
 from shardzoo.zoo.layout import HOST, LAYER, Param, astype, audit, fill, named
 
 BUDGET = 512 << 20  # bytes read and not yet on a device
@@ -72,6 +73,7 @@ def restore(
             missing or damaged files. Every problem of a kind in one message; on every process alike.
         distributed.ProcessTimeout: another process did not finish in time.
     """
+    dtype = float_dtype("restore", dtype)
     ckpt = path if isinstance(path, Checkpoint) else open_checkpoint(path)
     if part and verify:
         raise InputError("restore: verify=True compares whole leaves, and part=True reads parts: leave out one of them")
@@ -159,8 +161,8 @@ def _choose(declared: Any, include: Iterable[str] | None) -> dict[str, Param]:
     return {path: q for path, q in params.items() if any(fnmatch.fnmatchcase(path, p) for p in patterns)}
 
 
-def _target_dtype(stored: np.dtype, wanted: Any) -> np.dtype:
-    return np.dtype(wanted) if wanted is not None and jnp.issubdtype(stored, jnp.floating) else stored
+def _target_dtype(stored: np.dtype, wanted: np.dtype | None) -> np.dtype:
+    return wanted if wanted is not None and jnp.issubdtype(stored, jnp.floating) else stored
 
 
 def check_wide(dtypes: Mapping[str, np.dtype]) -> None:

@@ -200,6 +200,16 @@ def test_another_dtype_than_declared_is_refused_unless_asked_for(saved):
     assert checkpoints.restore(path, make_mesh(), declared=other, dtype="float32").embed.dtype == np.float32
 
 
+def test_dtypes_by_the_names_that_users_write(saved):
+    path, _ = saved
+    for name in ("bf16", "bfloat16", ml_dtypes.bfloat16, np.dtype(ml_dtypes.bfloat16)):
+        model = checkpoints.restore(path, make_mesh(), dtype=name, include="embed")
+        assert model.embed.dtype == ml_dtypes.bfloat16
+    for name in ("int8", "bf15", np.int32, object()):
+        with pytest.raises(InputError, match=r"restore: dtype=.* is no floating-point dtype: use float32"):
+            checkpoints.restore(path, make_mesh(), dtype=name)
+
+
 def test_an_unknown_family_and_a_config_of_another_version(tmp_path):
     toy.write(tmp_path / "a")
     family = families.FAMILIES.pop("toy")

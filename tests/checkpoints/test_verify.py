@@ -188,6 +188,9 @@ def test_what_is_no_checkpoint(tmp_path):
         checkpoints.open(tmp_path / "file")
     with pytest.raises(InputError, match="is not a checkpoint"):
         checkpoints.open(tmp_path)
+    (tmp_path / "model.safetensors").write_text("")
+    with pytest.raises(InputError, match="it holds PyTorch's weights: `shardzoo convert` them first"):
+        checkpoints.open(tmp_path)
     (tmp_path / CHECKPOINT_METADATA).write_text('{"custom_metadata": {}}')
     with pytest.raises(InputError, match="has no shardzoo manifest"):
         checkpoints.open(tmp_path)
