@@ -3,7 +3,7 @@
 Everything here is a function of its arguments alone, so `verify` can say what each file has to hold.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from shardzoo.checkpoints.grid import Grid, LeafSpec
 from shardzoo.checkpoints.manifest import (
@@ -23,9 +23,20 @@ CHECKPOINT_METADATA = "_CHECKPOINT_METADATA"
 ITEM_METADATA = "_METADATA"
 MANIFEST_FILE = f"{MANIFEST}/metadata"  # the one name that both Orbax APIs read
 DIGEST_FILE = f"{MANIFEST}/sha256"  # of the manifest, in a training checkpoint, whose other metadata Orbax writes
+MARKS_FILE = f"{MANIFEST}/marks"  # digests of what Orbax writes last, in a training checkpoint
 MARKERS = {"orbax.checkpoint": b"", "commit_success.txt": b"ok\n"}
 STAGING_SUFFIX = ".orbax-checkpoint-tmp"  # what Orbax does not take for a checkpoint
 _HANDLERS = "orbax.checkpoint.experimental.v1._src.handlers."
+
+
+def marks(names: Iterable[str]) -> list[str]:
+    """Those of the files of a training checkpoint that Orbax writes, with times of the day in them."""
+    return sorted(name for name in names if name.rpartition("/")[2] in (CHECKPOINT_METADATA, *MARKERS))
+
+
+def marks_file(digests: Mapping[str, str]) -> bytes:
+    """Name -> sha256 of the marks."""
+    return canonical(dict(digests))
 
 
 def item_metadata(names: Iterable[str]) -> bytes:

@@ -34,7 +34,7 @@ from shardzoo.checkpoints.writer import (
 )
 from shardzoo.errors import InputError, fail_if
 from shardzoo.zoo.adapters import names as adapter_names
-from shardzoo.zoo.families import FAMILIES, config_to_json
+from shardzoo.zoo.families import FAMILIES, config_changes, config_to_json
 from shardzoo.zoo.layout import HOST, named
 from shardzoo.zoo.quantize import kind_of
 
@@ -115,14 +115,25 @@ def live_leaves(model: Any, declared: Any, what: str = "model") -> dict[str, Arr
 
 
 def header_of(model: Any, declared: Any, source: Checkpoint | None) -> ManifestHeader:
-    """The header of the source, whose files no longer hold these values, or one made from the model's config."""
+    """The header of the source, whose files no longer hold these values, or one made from the model's config.
+
+    Raises:
+        InputError: a model of no family; one with another config than its source, whose config.json would go along.
+    """
     kind, names = kind_of(declared), adapter_names(declared)
     forms = {**({"quantized": kind} if kind else {}), **({"adapters": names} if names else {})}
+    config = getattr(model, "config", None)
     if source is not None:
+        family = FAMILIES.get(source.manifest.header.family)
+        known = family is not None and type(config) is family.config
+        changes = config_changes(source.config, config) if known else []
+        fail_if(
+            [f"{change}: leave out source=, or undo that" for change in changes],
+            f"save: model.config is not that of its source, {source.path}",
+        )
         sources = tuple(dc.replace(s, sha256=None) for s in source.manifest.header.sources)
         came = {name: value for name, value in source.manifest.header.detail.items() if name not in FORMS}
         return dc.replace(source.manifest.header, sources=sources, detail=came | forms)
-    config = getattr(model, "config", None)
     family = next((f for f in FAMILIES.values() if f.config is type(config)), None)
     if family is None:
         raise InputError(f"save: model.config is {type(config).__name__}, of no registered family: pass header=")

@@ -15,6 +15,8 @@ of it is written and every process has said so; what a killed run leaves has ano
 
 import contextlib
 import fcntl
+import math
+import numbers
 import os
 import shutil
 import signal
@@ -35,7 +37,7 @@ from shardzoo.checkpoints.checkpoint import Checkpoint, finished_steps
 from shardzoo.checkpoints.checkpoint import open as open_checkpoint
 from shardzoo.checkpoints.grid import LeafSpec
 from shardzoo.checkpoints.manifest import OPT_STATE, ManifestHeader
-from shardzoo.checkpoints.orbax_layout import STAGING_SUFFIX
+from shardzoo.checkpoints.orbax_layout import CHECKPOINT_METADATA, STAGING_SUFFIX
 from shardzoo.checkpoints.restore import BUDGET
 from shardzoo.checkpoints.save import header_of, live_leaves
 from shardzoo.checkpoints.store import storage_error
@@ -43,6 +45,7 @@ from shardzoo.checkpoints.training_restore import Run, restore_state
 from shardzoo.checkpoints.training_state import (
     TrainingState,
     about,
+    checked_step,
     json_metrics,
     json_position,
     step_of,
@@ -52,6 +55,14 @@ from shardzoo.errors import InputError, fail_if
 from shardzoo.zoo import optimizer_state
 
 REMOVED = ".removed" + STAGING_SUFFIX  # a step on its way out: no reader takes it, the next run removes what is left
+
+
+def _is_count(value: Any) -> bool:
+    return value is None or (isinstance(value, numbers.Integral) and value is not True and value > 0)
+
+
+def _is_time(value: Any) -> bool:
+    return value is None or (isinstance(value, numbers.Real) and value is not True and 0 < value < math.inf)
 
 
 class Training:
@@ -98,9 +109,12 @@ class Training:
         sync: bool = True,
         timeout: float | int = distributed.TIMEOUT,
     ):
-        numbers = {"every": every, "seconds": seconds, "keep": keep, "timeout": timeout}
-        wrong = [f"{name}={value} is not above 0: change it" for name, value in numbers.items() if (value or 1) <= 0]
-        fail_if(wrong + [f"{n}=0: leave it out or use 1" for n, v in numbers.items() if v == 0], "Training")
+        counts, times = {"every": every, "keep": keep}, {"seconds": seconds, "timeout": timeout}
+        wrong = [f"{n}={v!r} is not a whole number above 0" for n, v in counts.items() if not _is_count(v)]
+        wrong += [f"{n}={v!r} is not a number above 0" for n, v in times.items() if not _is_time(v)]
+        if best is not None and not (isinstance(best, str) and best.removeprefix("-")):
+            wrong.append(f'best={best!r} is not the name of a metric, which may have a "-" in front')
+        fail_if([f"{text}: change it, or leave it out" for text in wrong], "Training")
         self.folder = Path(os.path.abspath(folder))
         trainable = [trainable] if isinstance(trainable, str) else None if trainable is None else list(trainable)
         declared_state = optimizer_state.declare(optimizer, declared, trainable=trainable)
@@ -118,16 +132,25 @@ class Training:
         self._failure: BaseException | None = None
         self._terminated = threading.Event()
         self._handlers: list = []
-        self.stopping = False
+        self.stopping, self._closed = False, False
         self._lock = -1
         self._begin()
-        self._orbax = training_save.checkpointer(self.folder, timeout)
+        try:
+            self._orbax = training_save.checkpointer(self.folder, timeout)
+        except (ValueError, OSError) as error:
+            self._let_go()
+            raise InputError(
+                f"{self.folder}: holds a step that Orbax cannot read ({str(error)[:300]}): find it with"
+                " `shardzoo verify`, and remove it"
+            ) from error
 
     def _begin(self) -> None:
         """Takes the folder, and removes what a killed run has left in it."""
         problem = None
         if jax.process_index() == 0:
             try:
+                if (self.folder / CHECKPOINT_METADATA).exists():
+                    raise InputError(f"{self.folder}: is a checkpoint itself: give the folder of a run, or a new one")
                 self.folder.mkdir(parents=True, exist_ok=True)
                 self._take_lock()
                 self._remove_unfinished()
@@ -206,6 +229,7 @@ class Training:
             self.wait()
             self._orbax.close()
         finally:
+            self._closed = True
             self._let_go()
 
     def wait(self) -> None:
@@ -244,12 +268,12 @@ class Training:
             step: one of `steps`.
             changes: what may differ from the saved run: "dtype" casts to the declared dtypes, "optimizer" begins the
                 optimizer's state anew if it is another's, "trainable" keeps the state of parameters trained before and
-                now.
+                now, "config" computes with the declared one.
             budget: bytes that this process holds between file and device.
 
         Raises:
-            InputError: no such step; a change of model, dtype, optimizer or trainable parameters that is not among
-                `changes`, all in one message and before a value is read; missing or damaged files.
+            InputError: no such step; a change of model, config, dtype, optimizer or trainable parameters that is not
+                among `changes`, all in one message and before a value is read; missing or damaged files.
             distributed.ProcessTimeout: another process did not finish in time.
         """
         self.wait()
@@ -260,6 +284,7 @@ class Training:
         if step not in steps:
             raise InputError(f"{self.folder}: has no step {step}: there are {', '.join(map(str, steps)) or 'none'}")
         ckpt = open_checkpoint(self.folder / str(step))
+        changes = [changes] if isinstance(changes, str) else list(changes)
         state = restore_state(ckpt, self._run, changes, budget=budget, timeout=self._timeout)
         self._at = step
         return state
@@ -287,11 +312,13 @@ class Training:
             Whether it is being saved.
 
         Raises:
-            InputError: a state that is not of the declaration; a folder with steps that this run has not restored; this
-                save or the one before could not be written.
+            InputError: a state that is not of the declaration; a step that is no whole number; a folder with steps that
+                this run has not restored; this save or the one before could not be written; a run that is closed.
             distributed.ProcessTimeout: another process died or fell behind.
         """
-        step = step_of(state) if step is None else step
+        step = checked_step(step_of(state) if step is None else step)
+        if self._closed:
+            raise InputError(f"save step {step}: the run {self.folder} is closed: save before it ends")
         self.stopping = self.stopping or self._told_to_stop(step)
         if not (self.stopping or force or self._is_due(step)):
             return False
@@ -305,7 +332,7 @@ class Training:
         self._saved_at = time.monotonic()
         handle = training_save.start(self._orbax, step, self._job(state, step, leaves, numbers))
         self._before, self._at = self._at, step
-        self._finishing = threading.Thread(target=self._finish, args=(handle,), name="finish save", daemon=True)
+        self._finishing = threading.Thread(target=self._finish, args=(handle, step), name="finish save", daemon=True)
         self._finishing.start()
         if self.stopping:
             self.wait()
@@ -378,11 +405,12 @@ class Training:
         of_state = live_leaves(state.opt_state, self._run.declared_state, "optimizer's state")
         return leaves | {f"{OPT_STATE}/{path}": leaf for path, leaf in of_state.items()}
 
-    def _finish(self, handle: Any) -> None:
+    def _finish(self, handle: Any, step: int) -> None:
         """Waits for Orbax, then removes the steps that are not kept; what fails is raised by the next `wait`."""
         try:
             handle.result()
             if jax.process_index() == 0:
+                training_save.seal(self.folder / str(step), sync=self._sync)
                 self._remove_old()
         except BaseException as error:
             if jax.process_index() == 0 and isinstance(error, InputError):  # no process writes any more

@@ -16,12 +16,14 @@ from shardzoo.checkpoints.restore import check_wide, read_leaves, tree_problems
 from shardzoo.checkpoints.training_state import TrainingState, key_from_json, replicated, structure
 from shardzoo.errors import InputError, fail_if
 from shardzoo.zoo import optimizer_state
+from shardzoo.zoo.families import FAMILIES, config_changes
 from shardzoo.zoo.layout import Param, audit, fill, named
 
 CHANGES = {
     "dtype": "cast floating-point leaves to what is declared now",
     "optimizer": "begin the optimizer's state anew where it is another's",
     "trainable": "keep the optimizer's state of what was trained before, begin the rest anew",
+    "config": "compute with what is declared now",
 }
 PREFIX = OPT_STATE + "/"
 
@@ -85,7 +87,10 @@ def _problems(ckpt: Checkpoint, run: Run, allowed: set[str]) -> list[str]:
     """Everything in which the saved run is not this one, but for what is `allowed` to change."""
     training, manifest = training_of(ckpt), ckpt.manifest
     problems = [f"changes={name!r} is not one of {', '.join(CHANGES)}" for name in sorted(allowed - set(CHANGES))]
-    problems += tree_problems(run.declared, manifest.leaves, dtypes="dtype" not in allowed, cast=_hint("dtype"))
+    of_tree = tree_problems(run.declared, manifest.leaves, dtypes="dtype" not in allowed, cast=_hint("dtype"))
+    if ckpt.path.name != str(training["step"]):
+        problems.append(f"it holds step {training['step']}: its folder was renamed or copied, undo that")
+    problems += of_tree or ([] if "config" in allowed else _config_problems(ckpt, run.declared))
     try:
         audit(run.declared, run.mesh)
     except InputError as error:
@@ -104,6 +109,14 @@ def _problems(ckpt: Checkpoint, run: Run, allowed: set[str]) -> list[str]:
 
 def _hint(change: str) -> str:
     return f"undo that, or pass changes=[{change!r}] to {CHANGES[change]}"
+
+
+def _config_problems(ckpt: Checkpoint, declared: Any) -> list[str]:
+    """What changed in the model that no shape tells, such as the base of the rotation."""
+    config, family = getattr(declared, "config", None), FAMILIES.get(ckpt.manifest.header.family)
+    if family is None or type(config) is not family.config:
+        return []
+    return [f"config: {change}: {_hint('config')}" for change in config_changes(ckpt.config, config)]
 
 
 def _trainable_problems(leaves: Mapping[str, Leaf], training: Json, run: Run) -> list[str]:

@@ -7,6 +7,8 @@ the declared splits, and the manifest.
 
 import dataclasses as dc
 import functools
+import os
+import shutil
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,9 +33,17 @@ from shardzoo.checkpoints.manifest import (
     ManifestHeader,
     sha256,
 )
-from shardzoo.checkpoints.orbax_layout import DIGEST_FILE, MANIFEST_FILE, metadata_files
+from shardzoo.checkpoints.orbax_layout import (
+    DIGEST_FILE,
+    MANIFEST_FILE,
+    MARKS_FILE,
+    STAGING_SUFFIX,
+    marks,
+    marks_file,
+    metadata_files,
+)
 from shardzoo.checkpoints.save import provenance_of, put_together
-from shardzoo.checkpoints.staging import store_assets
+from shardzoo.checkpoints.staging import listing, store_assets
 from shardzoo.checkpoints.store import LeafWriter, storage_error, write_file
 from shardzoo.checkpoints.writer import Placed, build_manifest, place_leaves
 from shardzoo.errors import InputError
@@ -137,6 +147,24 @@ class Job:
         except OSError as error:
             return str(storage_error("save", error, folders[MANIFEST]))
         return None
+
+
+def seal(step: Path, *, sync: bool) -> None:
+    """Adds to a finished step the digests of what Orbax has written into it, so that `verify` finds damage there too.
+
+    A step without them, of a run that was killed here or where the storage was full, is whole as well.
+    """
+    names = marks(listing(step))
+    unfinished = step.with_name(f"{step.name}.marks{STAGING_SUFFIX}")
+    try:
+        digests = {name: sha256((step / name).read_bytes()) for name in names}
+        unfinished.mkdir(exist_ok=True)
+        write_file(unfinished / "marks", marks_file(digests), sync=sync)
+        os.replace(unfinished / "marks", step / MARKS_FILE)
+    except OSError:
+        pass
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def _lies(name: str, folders: Mapping[str, Path]) -> Path:

@@ -2,6 +2,7 @@
 
 import dataclasses as dc
 import math
+import numbers
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -12,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Shaped
 
 from shardzoo.checkpoints.manifest import OPT_STATE, Json
-from shardzoo.errors import InputError
+from shardzoo.errors import InputError, fail_if
 from shardzoo.zoo.layout import named
 from shardzoo.zoo.mesh import Degrees
 from shardzoo.zoo.optimizer_state import trainable_part
@@ -42,6 +43,17 @@ class TrainingState:
 def step_of(state: TrainingState) -> int:
     """The number of steps taken; waits until the state's last step is computed."""
     return int(_on_host(state.step))
+
+
+def checked_step(step: Any) -> int:
+    """A number of steps as a plain number.
+
+    Raises:
+        InputError: not a whole number from 0.
+    """
+    if isinstance(step, bool) or not isinstance(step, numbers.Integral) or step < 0:
+        raise InputError(f"training state: step={step!r} is not a whole number from 0: give the steps taken")
+    return int(step)
 
 
 def _on_host(value: Any) -> Shaped[np.ndarray, "..."]:
@@ -74,13 +86,37 @@ def json_position(data: Any) -> Any:
 
 
 def json_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float | None]:
-    """Metrics as JSON; None stands for what is not finite."""
-    numbers = {name: float(_on_host(value)) for name, value in (metrics or {}).items()}
+    """Metrics as JSON; None stands for what is not finite.
+
+    Raises:
+        InputError: names that are not text, values that are not single numbers.
+    """
+    numbers, problems = {}, []
+    for name, value in (metrics or {}).items():
+        number = _number(value)
+        if number is None or not isinstance(name, str):
+            problems.append(f"metrics: {name!r}: {value!r} is not a number under a name of text: change it")
+        else:
+            numbers[name] = number
+    fail_if(problems, "training state")
     return {name: value if math.isfinite(value) else None for name, value in numbers.items()}
 
 
+def _number(value: Any) -> float | None:
+    """A Python float, of a number or an array of one; None if it is none."""
+    host = _on_host(value)
+    real = jnp.issubdtype(host.dtype, jnp.floating) or host.dtype.kind in "biu"
+    return float(host.item()) if real and host.size == 1 else None
+
+
 def json_key(key: Any) -> Json:
-    """A PRNG key as JSON: its words, and of a typed key the name of its generator."""
+    """A PRNG key as JSON: its words, and of a typed key the name of its generator.
+
+    Raises:
+        InputError: not a key.
+    """
+    if not isinstance(key, jax.Array | np.ndarray):
+        raise InputError(f"training state: key is a {type(key).__name__}: give the PRNG key of the next step")
     typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     words = _on_host(jax.random.key_data(key) if typed else key)
     return {

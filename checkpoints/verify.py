@@ -2,7 +2,8 @@
 
 import collections
 import dataclasses as dc
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,10 @@ from shardzoo.checkpoints.orbax_layout import (
     DIGEST_FILE,
     MANIFEST_FILE,
     MARKERS,
+    MARKS_FILE,
     checkpoint_metadata,
+    marks,
+    marks_file,
 )
 from shardzoo.checkpoints.staging import listing
 from shardzoo.errors import InputError, fail_if
@@ -71,10 +75,30 @@ def _file_problems(ckpt: Checkpoint) -> list[str]:
 
 
 def _training_file_problems(ckpt: Checkpoint, exact: Mapping[str, bytes]) -> list[str]:
-    """As of any checkpoint, but that the marks of Orbax, which hold times of the day, only have to be there."""
+    """As of any checkpoint, but that what Orbax writes last is held against digests that were taken afterwards."""
     found = listing(ckpt.path)
-    marks = {name for name in found if name.rpartition("/")[2] in (CHECKPOINT_METADATA, *MARKERS)}
-    return _listing_problems(ckpt, exact, {name: size for name, size in found.items() if name not in marks})
+    aside = {*marks(found), MARKS_FILE}
+    problems = _listing_problems(ckpt, exact, {name: size for name, size in found.items() if name not in aside})
+    return problems + (_marks_problems(ckpt.path, marks(found)) if MARKS_FILE in found else [])
+
+
+def _marks_problems(root: Path, names: Iterable[str]) -> list[str]:
+    data = (root / MARKS_FILE).read_bytes()
+    try:
+        noted = json.loads(data)
+        sound = isinstance(noted, dict) and marks_file(noted) == data
+    except ValueError:
+        sound = False
+    if not sound:
+        return [f"{MARKS_FILE}: its content is not what was written (not the JSON that it was)"]
+    now = {name: sha256((root / name).read_bytes()) for name in names}
+    problems = [f"{name}: missing" for name in sorted({*noted} - {*now})]
+    problems += [f"{name}: not a file of this checkpoint" for name in sorted({*now} - {*noted})]
+    return problems + [
+        f"{name}: its content is not what was written (sha256 differs)"
+        for name in sorted({*noted} & {*now})
+        if noted[name] != now[name]
+    ]
 
 
 def _listing_problems(ckpt: Checkpoint, exact: Mapping[str, bytes], found: Mapping[str, int]) -> list[str]:

@@ -16,10 +16,12 @@ import pytest
 import toy_training as toy
 
 from shardzoo import checkpoints, zoo
-from shardzoo.checkpoints.orbax_layout import STAGING_SUFFIX
+from shardzoo.checkpoints.orbax_layout import MARKS_FILE, STAGING_SUFFIX
+from shardzoo.checkpoints.staging import listing
+from shardzoo.checkpoints.training_state import checked_step
 from shardzoo.errors import InputError
 from shardzoo.zoo import optimizer_state
-from shardzoo.zoo.layout import Param, astype, named
+from shardzoo.zoo.layout import Param, astype, named, place
 
 STEPS = 20
 CLOSE = 2e-5  # of a loss: float32 sums taken in another order, over 20 steps of AdamW
@@ -251,6 +253,82 @@ def test_changes_are_made_on_request(folder, one_device):
     np.testing.assert_array_equal(state.opt_state[1][0].count, 3)
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"keep": 0}, "keep=0 is not a whole number above 0"),
+        ({"keep": -2, "every": -3}, r"every=-3 is not a whole number above 0(.|\n)*keep=-2"),
+        ({"every": True}, "every=True is not a whole number"),
+        ({"seconds": math.nan}, "seconds=nan is not a number above 0"),
+        ({"timeout": -1}, "timeout=-1 is not a number above 0"),
+        ({"best": "-"}, "best='-' is not the name of a metric"),
+    ],
+)
+def test_options_of_a_run_are_checked(tmp_path, options, words):
+    with pytest.raises(InputError, match=words):
+        checkpoints.Training(tmp_path / "run", toy.declare(), toy.adamw(), zoo.make_mesh(), **options)
+    assert not (tmp_path / "run").exists()
+
+
+def test_metrics_and_keys_are_checked(tmp_path, one_device):
+    state = one_device.first()
+    with one_device.training(tmp_path) as training:
+        for metrics in ({"loss": "low"}, {"loss": np.ones(2)}, {"loss": None}):
+            with pytest.raises(InputError, match=r"metrics: .* is not a number under a name of text"):
+                training.save(state, metrics=metrics)
+        with pytest.raises(InputError, match="key is a NoneType"):
+            training.save(dataclasses.replace(state, key=None))
+        assert training.save(state, metrics={"loss": jnp.bfloat16(1.5), "nan": math.nan, "n": np.ones((1,))})
+    training = checkpoints.open(tmp_path).manifest.training
+    assert training is not None and training["metrics"] == {"loss": 1.5, "nan": None, "n": 1.0}
+
+
+def test_a_step_is_a_whole_number_and_its_folder_has_its_name(tmp_path, one_device):
+    state = one_device.first()
+    with one_device.training(tmp_path) as training:
+        with pytest.raises(InputError, match="step=-1 is not a whole number from 0"):
+            training.save(state, step=-1)
+        assert training.save(state, step=4)
+    for step in (1.0, "1", True):
+        with pytest.raises(InputError, match="is not a whole number from 0"):
+            checked_step(step)
+    assert type(checked_step(np.int64(3))) is int
+    with pytest.raises(InputError, match=r"save step 5: the run .* is closed"):
+        training.save(state, step=5)
+    with pytest.raises(InputError, match="is a checkpoint itself: give the folder of a run"):
+        one_device.training(tmp_path / "4")
+    shutil.copytree(tmp_path / "4", tmp_path / "6")
+    with one_device.training(tmp_path) as training:
+        with pytest.raises(InputError, match="holds step 4: its folder was renamed or copied"):
+            training.restore(changes="dtype")
+        assert int(training.restore(4, changes="dtype").step) == 4
+
+
+def test_a_config_that_changed_where_no_shape_tells_is_refused_by_name(tmp_path):
+    config = zoo.decoder.Config(vocab=7, embed=4, layers=1, heads=2, kv_heads=1, head_dim=2, mlp=3)
+    other = dataclasses.replace(config, rope=dataclasses.replace(config.rope, theta=5.0), sliding_window=2)
+    mesh, optimizer = zoo.make_mesh(), optax.sgd(0.1)
+    declared = zoo.decoder.declare(config)
+    model = place(declared, mesh, jax.tree.map(lambda p: np.zeros(p.shape, p.dtype), declared))
+    state = checkpoints.TrainingState(
+        model=model, opt_state=optimizer.init(model), step=jnp.int32(1), key=jax.random.key(0)
+    )
+    with checkpoints.Training(tmp_path / "run", declared, optimizer, mesh) as run:
+        run.save(state)
+    changed = zoo.decoder.declare(other)
+    with checkpoints.Training(tmp_path / "run", changed, optimizer, mesh) as run:
+        with pytest.raises(InputError) as caught:
+            run.restore()
+        for words in ("config: rope.theta=5.0 (was 10000.0): undo that", "sliding_window=2 (was None)", "['config']"):
+            assert words in str(caught.value)
+        went_on = run.restore(changes=["config"])
+        assert went_on.model.config == other
+        run.save(dataclasses.replace(went_on, step=jnp.int32(2)))
+    assert checkpoints.open(tmp_path / "run").config == other
+    with pytest.raises(InputError, match=r"not that of its source.*\n.*rope.theta=10000.0 \(was 5.0\)"):
+        checkpoints.save(tmp_path / "again", model, declared, source=checkpoints.open(tmp_path / "run"))
+
+
 def test_parameters_that_are_trained_anew_begin_with_first_moments(tmp_path):
     part = toy.Run({"data": 2, "tensor": 2}, True, trainable="blocks.*")
     state = part.first()
@@ -294,6 +372,31 @@ def test_any_flipped_bit_of_the_optimizer_is_found(folder, tmp_path, one_device)
         checkpoints.verify(copy / "3")
     with one_device.training(copy) as training, pytest.raises(InputError, match=r"opt_state/1\.0\.nu\.blocks\.up"):
         training.restore()
+
+
+def test_any_flipped_bit_of_what_orbax_writes_is_found(folder, tmp_path):
+    copy = tmp_path / "3"
+    shutil.copytree(folder / "3", copy)
+    names = [n for n in listing(copy) if n == MARKS_FILE or n.endswith(("_CHECKPOINT_METADATA", "success.txt"))]
+    assert len(names) >= 5
+    for name in names:
+        data = (copy / name).read_bytes()
+        for at in range(0, len(data), max(1, len(data) // 40)):
+            flipped = bytearray(data)
+            flipped[at] ^= 1 << at % 8
+            (copy / name).write_bytes(flipped)
+            with pytest.raises(InputError):
+                checkpoints.verify(copy, "quick")
+        (copy / name).write_bytes(data)
+    about = (copy / "_CHECKPOINT_METADATA").read_text()
+    (copy / "_CHECKPOINT_METADATA").write_text(about.replace("init_time", "initOtime"))
+    for _ in range(2):  # and the folder is free again
+        with pytest.raises(InputError, match="holds a step that Orbax cannot read"):
+            reopened(tmp_path)
+    (copy / "_CHECKPOINT_METADATA").write_text(about)
+    (copy / "commit_success.txt").unlink()
+    with pytest.raises(InputError, match=r"commit_success.txt: missing"):
+        checkpoints.verify(copy, "quick")
 
 
 def test_plain_orbax_reads_a_step(folder, one_device):
