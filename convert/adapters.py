@@ -11,6 +11,8 @@ Layouts, told apart by the names of the tensors:
 | diffusers | `transformer.<path>.lora_A.weight` or `.lora.down.weight` | `<path>.alpha`, or the file's metadata  |
 | kohya     | `lora_unet_<path with underscores>.lora_down.weight`      | `<path>.alpha`                          |
 | ComfyUI   | `diffusion_model.<original path>.lora_down.weight`        | `<path>.alpha`                          |
+| DiffSynth | `pipe.dit.<original path>.lora_A.default.weight`          | none                                    |
+| XLabs     | `double_blocks.<number>.processor.qkv_lora1.down.weight`  | none                                    |
 
 `<path>` may be that of any layout which the family converts. The family's own rules say which rows and columns of the
 source's weight become which leaf; the same rows of B and columns of A then belong to that leaf. So an adapter of a
@@ -18,6 +20,7 @@ packed projection divides over the leaves that it was converted to, and several 
 """
 
 import dataclasses
+import itertools
 import json
 import math
 import re
@@ -47,8 +50,21 @@ METADATA = "lora_adapter_metadata"  # of diffusers, in the header of a safetenso
 MOST_NAMED = 40
 FILES = tuple(f"{stem}.{end}" for end in ("safetensors", "bin") for stem in ("adapter_model", "pytorch_lora_weights"))
 _PART = re.compile(
-    r"(?P<module>.+?)\.(?:(?P<a>lora_A(?:\.[\w-]+)?\.weight|lora_down\.weight|lora\.down\.weight)"
-    r"|(?P<b>lora_B(?:\.[\w-]+)?\.weight|lora_up\.weight|lora\.up\.weight)|(?P<alpha>alpha))"
+    r"(?P<module>.+?)\.(?:(?P<a>lora_A(?:\.[\w-]+)?\.weight|lora_down\.weight|lora\.down\.weight"
+    r"|(?:(?<=_lora\.)|(?<=_lora[12]\.))down\.weight)"
+    r"|(?P<b>lora_B(?:\.[\w-]+)?\.weight|lora_up\.weight|lora\.up\.weight"
+    r"|(?:(?<=_lora\.)|(?<=_lora[12]\.))up\.weight)|(?P<alpha>alpha))"
+)
+_XLABS = tuple(  # a module's original name, XLabs' name for it, and for which of the leaves in it that is
+    (re.compile(rf"({blocks}\.\d+)\.{name}"), rf"\1.processor.{theirs}", leaves)
+    for blocks, name, theirs, leaves in (
+        ("double_blocks", r"img_attn\.qkv", "qkv_lora1", ""),
+        ("double_blocks", r"txt_attn\.qkv", "qkv_lora2", ""),
+        ("double_blocks", r"img_attn\.proj", "proj_lora1", ""),
+        ("double_blocks", r"txt_attn\.proj", "proj_lora2", ""),
+        ("single_blocks", "linear1", "qkv_lora", ".attn.qkv."),
+        ("single_blocks", "linear2", "proj_lora", ""),
+    )
 )
 _OTHER_KINDS = {  # what a key ends in -> what it is of
     r"dora_scale|lora_magnitude_vector(\.[\w-]+)?(\.weight)?": "DoRA",
@@ -66,12 +82,14 @@ _UNSUPPORTED = (  # by these fields of PEFT's config, where they are true
     *("use_dora", "lora_bias", "fan_in_fan_out", "modules_to_save", "trainable_token_indices", "use_qalora"),
 )
 _UNDERSCORED = ("lora_unet_", "lora_transformer_", "lora_te1_", "lora_te2_", "lora_te3_", "lora_te_", "lycoris_")
-_PREFIXES = (*WRAPPERS, "unet.", "text_encoder.", "text_encoder_2.", "vae.")
+_PREFIXES = (*WRAPPERS, "unet.", "text_encoder.", "text_encoder_2.", "vae.", "pipe.dit.", "pipe.dit2.")
 _COMPONENTS = {  # prefix of a key -> the component of a pipeline that the adapter is for, where it says so
     "text_encoder.": "text_encoder", "lora_te_": "text_encoder", "lora_te1_": "text_encoder",
-    "text_encoder_2.": "text_encoder_2", "lora_te2_": "text_encoder_2", "lora_te3_": "text_encoder_3",
+    "text_encoder_2.": "text_encoder_2", "lora_te2_": "text_encoder_2",
+    "lora_te3_": "text_encoder_2",  # kohya's T5, also of FLUX.1, where there is no other encoder between
     "vae.": "vae", "transformer.": "transformer", "lora_unet_": "transformer", "lora_transformer_": "transformer",
     "diffusion_model.": "transformer", "model.diffusion_model.": "transformer", "unet.": "transformer",
+    "pipe.dit.": "transformer", "pipe.dit2.": "transformer_2",
 }  # fmt: skip
 
 
@@ -361,7 +379,17 @@ class _Known:
                 self.pieces.setdefault(piece.source.removesuffix(end), []).append(piece)
         shapes = {key.removesuffix(end): want.shape for key, want in expected(kind, params, layout.roots).items()}
         self.shapes = {key: shapes[key] for key in self.pieces}
+        self._add_xlabs()
         self._underscored: dict[str, str] = {key.replace(".", "_"): key for key in self.pieces}
+
+    def _add_xlabs(self) -> None:
+        """XLabs' names beside the original ones, some of which are of the first rows of a module alone."""
+        for key, (name, theirs, leaves) in itertools.product(list(self.pieces), _XLABS):
+            if match := name.fullmatch(key):
+                own = [piece for piece in self.pieces[key] if leaves in piece.target]
+                rows = max(piece.take[0][1] for piece in own)
+                self.pieces[match.expand(theirs)] = own
+                self.shapes[match.expand(theirs)] = (rows, *self.shapes[key][1:])
 
     def find(self, name: str) -> str | None:
         """The module that a name of the file means, without the prefixes that trainers put before it."""

@@ -179,6 +179,24 @@ def test_each_component_takes_its_own_keys_and_settings(tmp_path):
     assert found.factors["double.image.attn.qkv.weight"].ratio[0].tolist() == [10.0, 0, 0]
 
 
+@pytest.mark.parametrize(
+    "start, component",
+    [("lora_te1_", "text_encoder"), ("lora_te2_", "text_encoder_2"), ("lora_te3_", "text_encoder_2")],
+)
+def test_text_encoders_by_their_numbers(tmp_path, start, component):
+    """T5 of FLUX.1 is the second encoder to some trainers and, as of Stable Diffusion 3, the third to kohya's."""
+    name = start + QUERY.replace(".", "_")
+    tensors = {
+        f"{name}.lora_down.weight": np.ones((3, 6), np.float32),
+        f"{name}.lora_up.weight": np.ones((6, 3), np.float32),
+    }
+    path = tmp_path / "x.safetensors"
+    save_file(tensors, path)
+    assert set(files.read(path, LLM, component=component).factors) == {"blocks.attn.q.weight"}
+    with pytest.raises(InputError, match="holds no tensors but those to ignore"):
+        files.read(path, LLM, component="transformer")
+
+
 @pytest.mark.parametrize("first, second", [(0.0, 6.0), (6.0, 0.0), (0.0, 0.0)])
 def test_an_alpha_of_zero_beside_another(first, second):
     """Two modules in one place of a leaf take ranks of their own, whatever the ratio of the other."""

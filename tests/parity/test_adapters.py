@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 import torch
 import torch_decoders
+from diffusers.loaders.lora_conversion_utils import _convert_xlabs_flux_lora_to_diffusers
 from lora_files import ALPHA, added, diffusers_pairs, original_pairs, write_file, write_peft
+from safetensors.numpy import save_file
 from torch_flux import build, values
 from torch_values import arrays, error
 
@@ -105,6 +107,38 @@ def test_layouts_with_the_original_names(tmp_path):
     added(tiny.model, {name: ALPHA / 3 * delta for name, delta in deltas.items()})
     want = reference(tiny.model).detach().numpy()
     assert error(apart, want) <= TOLERANCE and error(merged, want) <= TOLERANCE
+
+
+def test_names_of_xlabs_and_diffsynth(tmp_path):
+    """XLabs': what diffusers makes of them; its single blocks adapt q, k and v alone of what the original packs."""
+    declared = flux.declare(build()[-1])
+    rows = {"double_blocks.0.processor.qkv_lora1": 192, "double_blocks.1.processor.qkv_lora2": 192}
+    rows |= {"double_blocks.1.processor.proj_lora1": 64, "double_blocks.0.processor.proj_lora2": 64}
+    rows |= {"single_blocks.1.processor.qkv_lora": 192, "single_blocks.0.processor.proj_lora": 64}
+    tensors = {}
+    for name, out in rows.items():
+        into = 64 + 256 if name == "single_blocks.0.processor.proj_lora" else 64
+        for part, shape in (("down", (2, into)), ("up", (out, 2))):
+            tensors[f"{name}.{part}.weight"] = rng.normal(size=shape).astype(np.float32)
+    theirs = _convert_xlabs_flux_lora_to_diffusers({name: torch.tensor(x) for name, x in tensors.items()})
+    want = {name: x.numpy() for name, x in theirs.items() if x.shape[0]}
+    for name, given in (
+        ("theirs", want),
+        ("ours", tensors),
+        ("comfy", {f"diffusion_model.{k}": v for k, v in tensors.items()}),
+    ):
+        save_file({k: np.ascontiguousarray(v) for k, v in given.items()}, tmp_path / f"{name}.safetensors")
+    wanted = files.read(tmp_path / "theirs.safetensors", declared)
+    for name in ("ours", "comfy"):
+        same(files.read(tmp_path / f"{name}.safetensors", declared, component="transformer"), wanted)
+    pair = {"single_blocks.1.linear2": [rng.normal(size=s).astype(np.float32) for s in ((2, 320), (64, 2))]}
+    plain = write_file(tmp_path / "plain.safetensors", pair, "bare", alpha=None)
+    given = {
+        f"pipe.dit.single_blocks.1.linear2.lora_{x}.default.weight": v
+        for x, v in zip("AB", *pair.values(), strict=True)
+    }
+    save_file(given, tmp_path / "diffsynth.safetensors")
+    same(files.read(tmp_path / "diffsynth.safetensors", declared, component="transformer"), files.read(plain, declared))
 
 
 def test_several_adapters_with_a_strength_each(tmp_path):
