@@ -17,8 +17,8 @@ from typing import Any
 
 from shardzoo.checkpoints.forms import quantized_leaves
 from shardzoo.checkpoints.manifest import FileEntry, sha256
-from shardzoo.checkpoints.orbax_layout import CHECKPOINT_METADATA
-from shardzoo.checkpoints.pipeline import FILES, PARTIAL, Component, Pipeline, is_pipeline, open_pipeline
+from shardzoo.checkpoints.orbax_layout import CHECKPOINT_METADATA, STAGING_SUFFIX
+from shardzoo.checkpoints.pipeline import FILES, PARTIAL, PIPELINE, Component, Pipeline, is_pipeline, open_pipeline
 from shardzoo.checkpoints.staging import check_destination
 from shardzoo.checkpoints.store import storage_error, sync_folder, write_file
 from shardzoo.convert import convert as conversion
@@ -26,6 +26,7 @@ from shardzoo.convert import export as exporting
 from shardzoo.convert import verify as verification
 from shardzoo.convert.families import rules_of
 from shardzoo.convert.folder import TORCH_SUFFIXES
+from shardzoo.convert.names import batched_names
 from shardzoo.convert.pipeline_source import PipelineSource, diffusers_files
 from shardzoo.convert.plan import Plan, make_plan
 from shardzoo.convert.replacing import check_place, locked, replacing
@@ -121,7 +122,7 @@ def convert(
 
     Raises:
         InputError: everything wrong with any component in one message, before anything is written; a destination that
-            holds something else, is full or not writable.
+            holds something else, or with `overwrite` more than is converted, is full or not writable.
     """
     began = time.perf_counter()
     names = source.pick(components)
@@ -135,7 +136,9 @@ def convert(
     def reading(name: str) -> dict[str, Any]:
         return dict(source.reading.get(name, {}))
 
-    if not (overwrite and is_pipeline(target)):
+    if overwrite and is_pipeline(target):
+        _check_losses(target, names)
+    else:
         _check_place(source, target, names)
     left = [one.plan.bytes_written for name, one in planned.items() if overwrite or not (target / name).exists()]
     _require_space(target, sum(left))
@@ -217,6 +220,18 @@ def _check_place(source: PipelineSource, target: Path, names: list[str]) -> None
             )
     elif not (target / PARTIAL).is_file():
         check_destination(target)
+
+
+def _check_losses(target: Path, names: list[str]) -> None:
+    """Refuses to replace a pipeline whose folder holds more than what is converted: other components, other files."""
+    ours = {*names, FILES, *(name + end for name in (PIPELINE, PARTIAL) for end in ("", ".new"))}
+    lost = sorted(name for name in os.listdir(target) if name.removesuffix(STAGING_SUFFIX) not in ours)
+    if lost:
+        raise InputError(
+            f"{target}: holds {batched_names(lost)} besides {', '.join(names)}, which --overwrite would remove: convert"
+            " all components, or one alone from its own place in the source to its own here, or move away what is to"
+            " stay"
+        )
 
 
 def _own(settings: Mapping[str, Any]) -> dict[str, Any]:

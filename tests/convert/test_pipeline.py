@@ -172,8 +172,17 @@ def test_components_are_picked_and_added(saved, tmp_path):
     assert dtypes == {"vae": {"float32"}, "transformer": {"bfloat16"}, "text_encoder": {"bfloat16"}}
     with pytest.raises(InputError, match="exists already, with vae"):
         run(source, dst, components=("vae",))
-    run(source, dst, components=("vae",), overwrite=True)
-    assert list(open_pipeline(dst).components) == ["vae"]
+    with pytest.raises(InputError, match="holds text_encoder, transformer besides vae, which --overwrite would remove"):
+        run(source, dst, components=("vae",), overwrite=True)
+    convert(source / "vae", dst / "vae", overwrite=True, sync=False, dtype="bfloat16")
+    assert len(open_pipeline(dst).components) == 3
+    assert {one.spec.dtype.name for one in pipeline.checkpoint("vae").manifest.leaves.values()} == {"bfloat16"}
+    (dst / "mine").mkdir()
+    with pytest.raises(InputError, match="holds mine besides"):
+        run(source, dst, overwrite=True)
+    (dst / "mine").rmdir()
+    run(source, dst, overwrite=True)
+    assert set(open_pipeline(dst).components) == {"vae", "transformer", "text_encoder"}
     other = shutil.copytree(source, tmp_path / "other")
     settings = other / "scheduler/scheduler_config.json"
     settings.write_text(json.dumps(json.loads(settings.read_text()) | {"flow_shift": 7.0}))
