@@ -113,6 +113,8 @@ def _why_new(source: Source, dtypes: Mapping[str, str], tensors: Mapping[str, Te
         return f"it came from a PyTorch file ({source.kind})"
     if len(dtypes) != len(tensors):
         return f"{len(dtypes) - len(tensors)} of its tensors were left out of the checkpoint"
+    if source.detail.get("scaled"):
+        return f"{source.detail['scaled']} of its weights had scales, and are written as their products"
     cast = sorted({tensor.dtype.name for key, tensor in tensors.items() if tensor.dtype.name != dtypes[key]})
     return f"parameters were cast to {' and '.join(cast)}" if cast else None
 

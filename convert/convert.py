@@ -276,7 +276,10 @@ def _sources(source: Source, digests: dict[int, str]) -> tuple[SourceRecord, ...
             size=file.size,
             sha256=digests.get(i),
             header=file.header.decode() if file.kind == "safetensors" else None,
-            detail={"wrapper": list(file.wrapper)} if file.wrapper else {},
+            detail={
+                **({"wrapper": list(file.wrapper)} if file.wrapper else {}),
+                **({"scaled": file.scaled} if file.scaled else {}),
+            },
         )
         for i, file in enumerate(source.files)
     )

@@ -6,9 +6,9 @@
 import copy
 import os
 import types
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from shardzoo.convert.file_bytes import (
 from shardzoo.convert.folder import EXTRAS, Index, WeightFiles, find_weights, read_config
 from shardzoo.convert.hub import Fetched, fetch, is_hub_address
 from shardzoo.convert.names import batched_names
+from shardzoo.convert.scaled import PRODUCT, find_scales, product
 from shardzoo.convert.weight_file import WeightFile, open_weight_file
 from shardzoo.errors import InputError, fail_if
 
@@ -55,7 +56,7 @@ class SourceFile:
     """One weight file: `path` relative to the source's folder, `kind` "safetensors", "pt-zip" or "pt-legacy".
 
     `header` is the raw JSON of a safetensors file (empty for others). `wrapper` is the path of keys inside a PyTorch
-    file at which the weights were found, () for the file's top level.
+    file at which the weights were found, () for the file's top level. `scaled` counts the weights that have scales.
     """
 
     path: str
@@ -64,6 +65,7 @@ class SourceFile:
     mtime_ns: int
     header: bytes
     wrapper: tuple[str, ...] = ()
+    scaled: int = 0
 
 
 class Source:
@@ -72,7 +74,8 @@ class Source:
     Attributes:
         root: the folder.
         hub: repository and commit, where the source was fetched from the hub, or None.
-        tensors: key -> TensorInfo, in the order of the files.
+        tensors: key -> TensorInfo, in the order of the files. Weights that have scales beside them are the products of
+            the two (see `convert.scaled`), and the scales are not among them.
         files: the weight files read.
         config: `config.json` of the folder, parsed, or None; `config_text` is the file as it stands.
         index_name, index_text: the index of weights, verbatim, or None.
@@ -90,10 +93,16 @@ class Source:
         self._stored: dict[str, tuple[int, Stored]] = {
             key: (number, stored) for number, file in enumerate(opened) for key, stored in file.tensors.items()
         }
-        self.files = [_described(name, file) for name, file in zip(weights.files, opened, strict=True)]
-        self.tensors: Mapping[str, TensorInfo] = types.MappingProxyType(
-            {key: _info(key, number, stored) for key, (number, stored) in self._stored.items()}
-        )
+        self._scales, beside = find_scales({key: stored for key, (_, stored) in self._stored.items()})
+        scaled = Counter(self._stored[key][0] for key in self._scales)
+        self.files = [_described(n, f, scaled[i]) for i, (n, f) in enumerate(zip(weights.files, opened, strict=True))]
+        if scaled:
+            self.notes.append(
+                f"{scaled.total()} weights are 8-bit floats with scales: read as their products, in {PRODUCT.name}"
+            )
+        infos = {key: _info(key, *placed) for key, placed in self._stored.items() if key not in beside}
+        infos |= {key: _as_product(infos[key]) for key in self._scales}
+        self.tensors: Mapping[str, TensorInfo] = types.MappingProxyType(infos)
         self.config_text: str | None = None
         self.config: dict[str, Any] | None = None
         if os.path.isfile(self.root / "config.json"):
@@ -146,7 +155,11 @@ class Source:
             InputError: no such tensor, or the file changed or cannot be read.
         """
         data, stored = self._find(key)
-        return read_stored(data, stored, rows)
+        values = read_stored(data, stored, rows)
+        if key not in self._scales:
+            return values
+        scale = self.read(self._scales[key])
+        return product(values, scale if scale.size == 1 or rows is None else scale[rows])
 
     def release(self, key: str, rows: slice | None = None) -> None:
         """Gives the memory of pages that `read` mapped back to the system; views read before stay valid."""
@@ -175,7 +188,12 @@ def _info(key: str, number: int, stored: Stored) -> TensorInfo:
     )
 
 
-def _described(name: str, file: WeightFile) -> SourceFile:
+def _as_product(info: TensorInfo) -> TensorInfo:
+    nbytes = info.nbytes // info.dtype.itemsize * PRODUCT.itemsize
+    return replace(info, dtype=PRODUCT, nbytes=nbytes, offset=None)
+
+
+def _described(name: str, file: WeightFile, scaled: int) -> SourceFile:
     return SourceFile(
         path=name,
         kind=file.kind,
@@ -183,6 +201,7 @@ def _described(name: str, file: WeightFile) -> SourceFile:
         mtime_ns=file.data.mtime_ns,
         header=file.header,
         wrapper=file.wrapper,
+        scaled=scaled,
     )
 
 
