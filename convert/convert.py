@@ -147,7 +147,7 @@ def convert(
     began = time.perf_counter()
     few_arenas()
     target = Path(os.path.abspath(dst))
-    check_place(target)
+    check_place(target, src)
     reading: dict[str, Any] = {"family": family, "component": component, "dtype": dtype, "quantize": quantize}
     with held_back() as interrupt, open_source(src, variant=variant, select=select) as source:
         plan = make_plan(source, config=config, prefix=prefix, **reading)

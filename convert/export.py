@@ -114,7 +114,7 @@ def export(
     """
     began = time.perf_counter()
     target = Path(os.path.abspath(dst))
-    check_place(target)
+    check_place(target, ckpt.path if isinstance(ckpt, Checkpoint) else ckpt)
     checkpoint = _plain(ckpt if isinstance(ckpt, Checkpoint) else open_checkpoint(ckpt), dequantize)
     other = _other_layout(checkpoint, layout)
     budget = BUDGET if memory_budget is None else memory_budget

@@ -127,7 +127,7 @@ def convert(
     began = time.perf_counter()
     names = source.pick(components)
     target = Path(os.path.abspath(dst))
-    check_place(target)
+    check_place(target, source.root)
     alike: dict[str, Any] = {"dtype": dtype, "quantize": quantize, "variant": variant}
     planned = plan_components(source, names, **alike)
     told = _told(progress, {name: one.plan.bytes_written for name, one in planned.items()})
@@ -387,7 +387,7 @@ def export(
     """
     began = time.perf_counter()
     target = Path(os.path.abspath(dst))
-    check_place(target)
+    check_place(target, pipeline.path)
     names = _once(pipeline, _pick(pipeline, components))
     quantized = [name for name in names if quantized_leaves(pipeline.checkpoint(name).manifest.leaves)]
     if quantized and not dequantize:

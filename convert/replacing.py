@@ -20,13 +20,18 @@ def has_manifest(path: Path) -> bool:
     return (path / MANIFEST / "metadata").is_file()
 
 
-def check_place(dst: Path) -> None:
+def check_place(dst: Path, source: str | Path) -> None:
     """Refuses a destination that will not do, before anything is read.
 
     Raises:
-        InputError: it lies within a checkpoint, which would not be whole with it, also through links; nothing can be
-            written there.
+        InputError: it is what is read or a folder that holds it, which whoever clears the destination would lose; it
+            lies within a checkpoint, which would not be whole with it; both also through links. Nothing can be written
+            there.
     """
+    read, place = (Path(os.path.realpath(path)) for path in (source, dst))
+    if os.path.lexists(source) and (place == read or place in read.parents):  # else it may be an address
+        what = "is what is to be read" if place == read else f"holds {source}, which is to be read"
+        raise InputError(f"{dst}: {what}: choose another destination")
     folder = Path(os.path.realpath(dst.parent))
     whole = next((one for one in (folder, *folder.parents) if has_manifest(one)), None)
     if whole is not None:

@@ -28,6 +28,26 @@ def test_nothing_is_written_within_a_checkpoint(tmp_path):
     convert(source, source / "ckpt", sync=False)
 
 
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_what_is_read_is_no_destination(tmp_path, overwrite):
+    """Nor is a folder round it: both are there already, and clearing them, as is said of others, would lose it."""
+    source = tiny_models.save("llama", tmp_path / "all" / "source")
+    file = next(source.glob("*.safetensors"))
+    convert(source, source / "ckpt", sync=False)
+    (tmp_path / "link").symlink_to(source)
+    for place in (source, tmp_path / "link", source / ".." / "source"):
+        with pytest.raises(InputError, match="is what is to be read: choose another destination"):
+            convert(source, place, overwrite=overwrite)
+    with pytest.raises(InputError, match="is what is to be read"):
+        convert(file, file, overwrite=overwrite)
+    with pytest.raises(InputError, match="is what is to be read"):
+        export(source / "ckpt", source / "ckpt", overwrite=overwrite)
+    for run, given, place in ((convert, source, tmp_path / "all"), (export, source / "ckpt", source)):
+        with pytest.raises(InputError, match=r"holds .*, which is to be read: choose another"):
+            run(given, place, overwrite=overwrite)
+    verify(source / "ckpt", source)
+
+
 @pytest.mark.parametrize("run", [convert, export])
 def test_a_place_that_cannot_be_written_is_refused_before_the_source_is_read(tmp_path, run):
     (tmp_path / "file").write_text("")
