@@ -40,7 +40,7 @@ class Cache(NamedTuple):
 
         def put(into: Array, x: Array) -> Array:
             flat = to_storage(x.reshape(*x.shape[:2], -1))
-            at, new = (layer, 0, slot, 0), flat[None]
+            at, new = [jnp.asarray(i, jnp.int32) for i in (layer, 0, slot, 0)], flat[None]
             new = new if here is None else jnp.where(here, new, lax.dynamic_slice(into, at, new.shape))
             return lax.dynamic_update_slice(into, new, at)
 
@@ -57,7 +57,7 @@ class Cache(NamedTuple):
         prompt_slots = self.positions.shape[1] - spare_slots(steps, lax.axis_size(CONTEXT))
         slot, kept = step_slot(prompt_slots, step)
         held = jnp.where(kept, now, EMPTY)[:, None]
-        return self._replace(positions=lax.dynamic_update_slice(self.positions, held, (0, slot))), slot
+        return self._replace(positions=lax.dynamic_update_slice_in_dim(self.positions, held, slot, 1)), slot
 
     def visible(self, now: Int[Array, " batch"], window: int | None) -> Int[Array, "batch slots"]:
         """0 for slots that a query at position `now` sees and -1 for others, as `cached_attention` takes them."""

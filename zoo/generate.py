@@ -15,6 +15,7 @@ says. The weights are read in place: no gradient flows through generation.
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from numbers import Integral
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -36,10 +37,12 @@ from shardzoo.zoo.cache import CACHE_SPECS, Cache, empty
 from shardzoo.zoo.decoder import gather_ends
 from shardzoo.zoo.decoder_model import Config, Decoder, window_of
 from shardzoo.zoo.in_place import block_at
-from shardzoo.zoo.language_model import Host, pad, sequence_positions
+from shardzoo.zoo.language_model import Host, no_tokens, pad, sequence_positions
 from shardzoo.zoo.mesh import CONTEXT, DATA, KV, PIPE, VOCAB
 from shardzoo.zoo.next_token import Sampling, choose
 from shardzoo.zoo.rope import rotary
+
+Prompts = Sequence[Sequence[int] | np.ndarray] | np.ndarray  # the tokens of each
 
 
 class State(NamedTuple):
@@ -189,7 +192,7 @@ def _take(state: State, cache: Any, token: Int[Array, " batch"], stop_ids: Int[A
         token=token,
         done=done,
         running=_any(~done),
-        tokens=lax.dynamic_update_slice(state.tokens, token[:, None], (0, state.step)),
+        tokens=lax.dynamic_update_slice_in_dim(state.tokens, token[:, None], state.step, 1),
         lengths=state.lengths + ~state.done,
     )
 
@@ -307,6 +310,15 @@ def _check(max_new_tokens: int) -> None:
         raise InputError(f"generate: max_new_tokens={max_new_tokens} is not at least 1: change it")
 
 
+def _wrong_prompts(tokens: Host, lengths: Host) -> Iterator[str]:
+    """What is wrong with prompts that are known now, as those of a jitted caller are not."""
+    yield from no_tokens(tokens)
+    if isinstance(lengths, np.ndarray):
+        outside = [int(n) for n in lengths if not 0 <= n <= tokens.shape[1]]
+        if outside:
+            yield f"lengths: {outside[:5]} are not in 0 ... {tokens.shape[1]} (seq): give the lengths of the prompts"
+
+
 def generate(
     declared: eqx.Module, mesh: Mesh | AbstractMesh, *, dtype: Any = None, engine: Engine = DECODER
 ) -> Callable[..., tuple[Int[Array, "batch new"], Int[Array, " batch"]]]:
@@ -347,14 +359,15 @@ def generate(
         lengths: Int[Host, " batch"],
         *,
         max_new_tokens: int,
-        temperature: float = 0.0,
+        temperature: float | int = 0.0,
         top_k: int | None = None,
-        top_p: float | None = None,
+        top_p: float | int | None = None,
         key: Key[Array, ""] | None = None,
         stop_ids: Sequence[int] = (),
         beside: Mapping[str, Host] | None = None,
     ) -> tuple[Int[Array, "batch new"], Int[Array, " batch"]]:
         _check(max_new_tokens)
+        fail_if(_wrong_prompts(tokens, lengths), "generate")
         sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
         given = (*_arrays(tokens, lengths, key, stop_ids), _beside(engine, beside))
         return whole(model, *given, sampling=sampling, new=max_new_tokens)
@@ -369,6 +382,8 @@ def stream(
 
     The first token comes by itself, right after the prompt. Tokens of a row beyond its length are zeros.
     """
+    if chunk < 1:
+        raise InputError(f"stream: chunk={chunk} is not at least 1: change it")
     programs = _Programs(declared, mesh, dtype, engine)
     start = jax.jit(programs.start, static_argnames=("sampling", "new"))
     advance = jax.jit(programs.advance, static_argnames=("sampling",), donate_argnums=1)
@@ -380,14 +395,15 @@ def stream(
         lengths: Int[Host, " batch"],
         *,
         max_new_tokens: int,
-        temperature: float = 0.0,
+        temperature: float | int = 0.0,
         top_k: int | None = None,
-        top_p: float | None = None,
+        top_p: float | int | None = None,
         key: Key[Array, ""] | None = None,
         stop_ids: Sequence[int] = (),
         beside: Mapping[str, Host] | None = None,
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         _check(max_new_tokens)
+        fail_if(_wrong_prompts(tokens, lengths), "generate")
         sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
         prompts, sizes, key, stops = _arrays(tokens, lengths, key, stop_ids)
         given = _beside(engine, beside)
@@ -428,7 +444,7 @@ def complete(
     declared: Any,
     mesh: Mesh,
     model: eqx.Module,
-    prompts: Sequence[Sequence[int]],
+    prompts: Prompts,
     *,
     max_new_tokens: int,
     stop_ids: Sequence[int] = (),
@@ -445,7 +461,7 @@ def complete(
             `max_new_tokens` of the model's positions.
     """
     check_prompts(declared.config, prompts, max_new_tokens)
-    if not prompts:
+    if not len(prompts):
         return []
     lengths = np.array([len(p) for p in prompts], np.int32)
     tokens = np.zeros((len(prompts), int(lengths.max())), np.int32)
@@ -467,13 +483,16 @@ class Limits(Protocol):
     def max_positions(self) -> int: ...
 
 
-def check_prompts(config: Limits, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+def check_prompts(config: Limits, prompts: Prompts, max_new_tokens: int) -> None:
     """Raises `InputError` naming every prompt that `complete` would refuse; needs no weights."""
     _check(max_new_tokens)
     problems = []
     for i, prompt in enumerate(prompts):
-        outside = sorted({t for t in prompt if not 0 <= t < config.vocab})
-        if not prompt:
+        if not isinstance(prompt, Sequence | np.ndarray) or not all(isinstance(t, Integral) for t in prompt):
+            problems.append(f"prompt {i}: {str(prompt)[:40]!r} is not a list of tokens: give their numbers, encoded")
+            continue
+        outside = sorted({int(t) for t in prompt if not 0 <= t < config.vocab})
+        if not len(prompt):
             problems.append(f"prompt {i} is empty: give at least one token")
         if outside:
             problems.append(f"prompt {i}: tokens {outside[:5]} are not in 0 ... {config.vocab - 1} (vocab): check it")

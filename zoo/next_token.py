@@ -8,6 +8,8 @@ from jaxtyping import Array, Float, Int, Key
 
 from shardzoo.errors import fail_if
 
+COLD = 1e-30  # a temperature below which logits overflow float32: the likeliest token is all that it leaves
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling:
@@ -19,9 +21,9 @@ class Sampling:
         top_p: of those, only the likeliest whose probabilities together reach p (at least one); None is all.
     """
 
-    temperature: float = 0.0
+    temperature: float | int = 0.0
     top_k: int | None = None
-    top_p: float | None = None
+    top_p: float | int | None = None
 
     def __post_init__(self):
         problems = []
@@ -47,7 +49,7 @@ def choose(
     nor on the other rows.
     """
     logits = logits.astype(jnp.float32)
-    if sampling.temperature == 0:
+    if sampling.temperature < COLD:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     scaled, ids = _candidates(logits / sampling.temperature, sampling)
     noise = _noise(key, rows, step, logits.shape[-1])

@@ -33,7 +33,7 @@ def gated_delta(
     *,
     state: Float[Array, "batch heads key_dim value_dim"] | None = None,
     mask: Bool[Array, "batch seq"] | None = None,
-    scale: float | None = None,
+    scale: float | int | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "batch seq heads value_dim"], Float[Array, "batch heads key_dim value_dim"]]:
     """S = exp(log_decay) S; S += k (beta (v - S^T k))^T; out = S^T (scale q), token by token; out and the last S.
@@ -69,7 +69,7 @@ def gated_delta_parts(
     beta: Float[Array, "batch seq heads"],
     *,
     mask: Bool[Array, "batch seq"] | None = None,
-    scale: float | None = None,
+    scale: float | int | None = None,
     implementation: str | None = None,
 ) -> tuple[
     Float[Array, "batch seq heads value_dim"],
@@ -111,9 +111,9 @@ def which_implementation(
     return choose(platform or here(), Call(*arrays), parts=parts)
 
 
-def _run(call: Call, scale: float | None, implementation: str | None, *, parts: bool) -> Result:
+def _run(call: Call, scale: float | int | None, implementation: str | None, *, parts: bool) -> Result:
     plan = plan_for(call, parts=parts) if implementation is None else named_plan(implementation, call, parts=parts)
-    return run(plan, call, call.k.shape[-1] ** -0.5 if scale is None else scale, parts=parts)
+    return run(plan, call, call.k.shape[-1] ** -0.5 if scale is None else float(scale), parts=parts)
 
 
 def _by_head(x: Float[Array, "batch key_heads group rows columns"]) -> Float[Array, "batch heads rows columns"]:

@@ -135,9 +135,26 @@ def test_complete(step_by_step):
     assert all(x in str(caught.value) for x in ("prompt 0 is empty", "[240]", "60 tokens + max_new_tokens=9 exceed"))
 
 
+def test_wide_numbers_and_whole_ones_and_prompts_of_arrays(step_by_step):
+    """JAX in 64 bits; a temperature of 1 and one that leaves nothing but the likeliest token."""
+    declared, mesh, model = live(dict(context=2))
+    prompts = [row[:n] for row, n in zip(TOKENS, LENGTHS, strict=True)]
+    with jax.enable_x64(True):
+        assert complete(declared, mesh, model, prompts, max_new_tokens=NEW) == step_by_step
+        options = dict(max_new_tokens=2, temperature=1, top_p=1, top_k=1)
+        assert complete(declared, mesh, model, prompts, **options) == [row[:2] for row in step_by_step]
+    logits = jnp.array([[50.0, 60.0, 59.9]])
+    for cold in (5e-324, 1e-38, 1e-20):
+        assert choose(logits, Sampling(temperature=cold), jax.random.key(0), jnp.array([0]), jnp.int32(0)) == 1
+
+
 def test_refusals():
     declared, mesh, model = live({})
     run = generate(declared, mesh)
+    with pytest.raises(InputError, match="tokens: 3 rows of 0 are none"):
+        run(model, TOKENS[:, :0], LENGTHS, max_new_tokens=1)
+    with pytest.raises(InputError, match=r"lengths: \[-1, 20\] are not in 0 ... 19 \(seq\)"):
+        run(model, TOKENS, np.array([-1, 3, 20]), max_new_tokens=1)
     for options, message in [
         (dict(max_new_tokens=0), "max_new_tokens=0"),
         (dict(max_new_tokens=1, temperature=-1.0), "temperature"),
@@ -146,6 +163,8 @@ def test_refusals():
     ]:
         with pytest.raises(InputError, match=message):
             run(model, TOKENS, LENGTHS, **options)
+    with pytest.raises(InputError, match="chunk=0 is not at least 1"):
+        stream(declared, mesh, chunk=0)
     with pytest.raises(InputError, match="pipe=3"):
         generate(declared, make_mesh(pipe=3))
 
