@@ -58,11 +58,11 @@ REMOVED = ".removed" + STAGING_SUFFIX  # a step on its way out: no reader takes 
 
 
 def _is_count(value: Any) -> bool:
-    return value is None or (isinstance(value, numbers.Integral) and value is not True and value > 0)
+    return value is None or (isinstance(value, numbers.Integral) and value is not True and int(value) > 0)
 
 
 def _is_time(value: Any) -> bool:
-    return value is None or (isinstance(value, numbers.Real) and value is not True and 0 < value < math.inf)
+    return value is None or (isinstance(value, numbers.Real) and value is not True and 0 < float(value) < math.inf)
 
 
 class Training:

@@ -1,5 +1,6 @@
 """Floating-point dtypes as users name them."""
 
+import contextlib
 from typing import Any
 
 import jax.numpy as jnp
@@ -18,10 +19,9 @@ def float_dtype(what: str, dtype: Any) -> np.dtype | None:
     """
     if dtype is None:
         return None
-    try:
+    found: np.dtype | None = None
+    with contextlib.suppress(TypeError):
         found = jnp.dtype(_SHORT.get(dtype, dtype) if isinstance(dtype, str) else dtype)
-    except TypeError:
-        found = None
     if found is None or not jnp.issubdtype(found, jnp.floating):
         raise InputError(f"{what}: dtype={dtype!r} is no floating-point dtype: use float32, bfloat16 or float16")
     return found
