@@ -82,7 +82,9 @@ def tpu(topology: str, chips: list[int], pixels: list[int]) -> None:
     for size in pixels:
         for count in chips:
             sizes, degrees = TraceSizes(height=size, width=size), zoo.Degrees(context=count)
-            found = compile_forward(family, family.declare(config), degrees, devices[:count], sizes, jnp.bfloat16)
+            found = compile_forward(
+                family, family.declare(config), degrees, devices[:count], sizes, jnp.bfloat16, "full"
+            )
             print(f"{size}x{size}, bfloat16, context={count}")
             print("\n".join(found.lines()), flush=True)
 

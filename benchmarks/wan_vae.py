@@ -114,7 +114,7 @@ def tpu(preset: str, topology: str, chips: list[int], dtypes: list[str]) -> None
     for count in chips:
         for dtype in dtypes:
             degrees, declared = Degrees(context=count), family.declare(config)
-            found = compile_forward(family, declared, degrees, devices[:count], sizes, jnp.dtype(dtype))
+            found = compile_forward(family, declared, degrees, devices[:count], sizes, jnp.dtype(dtype), "full")
             print(f"{preset}, 81 frames of 720x1280, {dtype}, context={count}")
             print("\n".join(found.lines()), flush=True)
 

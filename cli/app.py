@@ -223,11 +223,13 @@ def audit(
         bool, typer.Option("--compile", help="With --chips: compile for them too, beside our own arithmetic.")
     ] = False,
     quick: Annotated[
-        bool,
+        bool | None,
         typer.Option(
-            "--quick", help="Compile with little optimisation: in seconds; more stands in memory than on chip."
+            "--quick/--full",
+            help="Compile with little optimisation, in seconds, or all; more then stands in memory than on chip.",
+            show_default="quick for many convolutions",
         ),
-    ] = False,
+    ] = None,
     train: Annotated[
         bool, typer.Option("--train", help="Also gradients of all weights, and the moments that AdamW keeps.")
     ] = False,
@@ -298,16 +300,16 @@ def audit(
     options that tell convert how to read a PyTorch source hold here too. With --chips ranks the meshes (all of that
     many chips, if none is given) by the time that matrix work, reading the weights and each collective take at the
     chip's published speeds, and says what would fit where nothing does. With --compile or --topology also compiles for
-    TPUs that need not be there (by libtpu), and says what each device would need; autoencoders take minutes unless
-    --quick is given. Exit status 1 if any given mesh does
-    not fit, or none of the meshes fits the chips' memory.
+    TPUs that need not be there (by libtpu), and says what each device would need; autoencoders with little
+    optimisation unless --full is given, which takes minutes. Exit status 1 if any given mesh does not fit, or none of
+    the meshes fits the chips' memory.
     """
     if not mesh and chips is None:
         raise typer.BadParameter("give meshes to check, or chips to choose meshes for", param_hint="--mesh, --chips")
     if compiles and chips is None:
         raise typer.BadParameter("needs chips to compile for", param_hint="--compile")
-    if quick and not compiles and topology is None:
-        raise typer.BadParameter("is for compiling: give --compile or --topology too", param_hint="--quick")
+    if quick is not None and not compiles and topology is None:
+        raise typer.BadParameter("is for compiling: give --compile or --topology too", param_hint="--quick, --full")
     if remat is not None and not train:
         raise typer.BadParameter("is for training: give --train too", param_hint="--remat")
     if compiles and train:
@@ -324,7 +326,7 @@ def audit(
         given=tuple(given),
         dtype=dtype,
         compile=compiles,
-        effort="quick" if quick else "full",
+        effort=None if quick is None else "quick" if quick else "full",
         train=train,
         remat=remat == "all" or remat or False,
         at_rest=at_rest,
@@ -349,10 +351,18 @@ def measure(
     mesh: Annotated[Any, typer.Option(parser=options.parse_mesh, metavar="MESH", help=MESH_HELP)] = "one",
     steps: Annotated[int, typer.Option(min=1, max=1000, help="How many are measured.")] = 5,
     batch: Annotated[int, typer.Option(min=1, max=MOST_CELLS, help="Rows of the input.")] = 1,
-    tokens: Annotated[int, typer.Option(min=1, max=MOST_TOKENS, help="Length of each row of text.")] = 512,
-    frames: Annotated[int, typer.Option(min=1, max=MOST_CELLS, help="Length of a video.")] = 5,
-    height: Annotated[int, typer.Option(min=1, max=MOST_CELLS, help="Of images and videos, in pixels.")] = 256,
-    width: Annotated[int, typer.Option(min=1, max=MOST_CELLS, help="Of images and videos, in pixels.")] = 256,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, max=MOST_TOKENS, help="Length of each row of text.", show_default="512")
+    ] = None,
+    frames: Annotated[
+        int | None, typer.Option(min=1, max=MOST_CELLS, help="Length of a video.", show_default="5")
+    ] = None,
+    height: Annotated[
+        int | None, typer.Option(min=1, max=MOST_CELLS, help="Of images and videos, in pixels.", show_default="256")
+    ] = None,
+    width: Annotated[
+        int | None, typer.Option(min=1, max=MOST_CELLS, help="Of images and videos, in pixels.", show_default="256")
+    ] = None,
     dtype: Annotated[
         Any, typer.Option(parser=options.parse_dtype, metavar="DTYPE", help="Of weights and activations.")
     ] = "bfloat16",
@@ -374,8 +384,9 @@ def measure(
     with uninterrupted():
         from shardzoo.cli import measuring
     reading = {"family": family, "component": component}
-    sizes = measuring.TraceSizes(batch=batch, tokens=tokens, frames=frames, height=height, width=width)
-    measuring.run(target, mesh, sizes=sizes, dtype=dtype, steps=steps, folder=trace, json=json, **reading)
+    asked = {"tokens": tokens, "frames": frames, "height": height, "width": width}
+    given = {name: size for name, size in asked.items() if size is not None}
+    measuring.run(target, mesh, batch=batch, given=given, dtype=dtype, steps=steps, folder=trace, json=json, **reading)
 
 
 @app.command(epilog=EPILOG)

@@ -1,6 +1,8 @@
 """What `audit` does: each target's verdicts on meshes, what chips would hold and take, and what the compiler says."""
 
+import contextlib
 import dataclasses
+import gc
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from shardzoo.zoo import layout
 from shardzoo.zoo.families import TraceSizes, find_family
 from shardzoo.zoo.mesh import Degrees
 
+COLLECT_AFTER = 500_000  # objects, a mesh's trace or two
 STAGES = {  # what a pipeline does with a component of this family, in its order
     "t5": "text encode",
     "clip-text": "text encode",
@@ -40,7 +43,7 @@ class Ahead:
         topology: the slice to compile for, as libtpu names it.
         chips: the slice to predict on, as users name it.
         compile: whether to compile for those chips too.
-        effort: of the compiler (`topology.EFFORTS`).
+        effort: of the compiler (`topology.EFFORTS`); None is chosen by the program.
         sizes: of the inputs.
         given: names of the sizes that the user gave.
         dtype: of the weights.
@@ -58,7 +61,7 @@ class Ahead:
     given: tuple[str, ...] = ()
     dtype: np.dtype | None
     compile: bool = False
-    effort: str = "full"
+    effort: str | None = None
     train: bool = False
     remat: str | bool = False
     at_rest: str | None = None
@@ -82,10 +85,14 @@ def audit(
     With chips also the ranking of these meshes, or of all; it is then whether one of them fits the chips' memory.
     """
     found = [_quantized(one, quantize) for one in targets.find_targets(target, component, **reading)]
-    _check_sizes(target, found, ahead.given)
+    if ahead.given:
+        with uninterrupted():
+            from shardzoo.cli.prediction import check_sizes
+        check_sizes(target, found, ahead.given)
     judged = [_Judged(one, [judge(one.declared, degrees) for degrees in dict.fromkeys(meshes)], ahead) for one in found]
-    for one in judged:
-        one.look()
+    with _seldom_collected():
+        for one in judged:
+            one.look()
     if html is not None:
         with uninterrupted():
             from shardzoo.cli.page import page
@@ -101,22 +108,18 @@ def audit(
     return fit and all(one.ranking is None or one.ranking.fits for one in judged)
 
 
-def _check_sizes(name: str, found: Sequence[targets.Target], given: Sequence[str]) -> None:
-    """Refuses sizes that no input of these models has, where they were given.
-
-    Raises:
-        InputError: with those that their inputs have.
-    """
-    if not given:
-        return
-    with uninterrupted():
-        from shardzoo.cli.prediction import sizes_of
-
-    taken = {size for one in found for size in ("batch", *sizes_of(find_family(one.family), one.declared))}
-    if wrong := [f"--{size}" for size in given if size not in taken]:
-        families = " and ".join(dict.fromkeys(one.family for one in found))
-        known = ", ".join(f"--{field.name}" for field in dataclasses.fields(TraceSizes) if field.name in taken)
-        raise InputError(f"{name}: inputs of {families} have no {', '.join(wrong)}: leave out; they take {known}")
+@contextlib.contextmanager
+def _seldom_collected() -> Iterator[None]:
+    """Tracing makes objects by the hundred thousand and drops few: looking through all of them for cycles takes a third
+    of the time, so it is done once in a while, and leaves out what was there before."""
+    usual = gc.get_threshold()
+    gc.freeze()
+    gc.set_threshold(COLLECT_AFTER, *usual[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*usual)
+        gc.unfreeze()
 
 
 def _quantized(target: targets.Target, kind: str | None) -> targets.Target:
@@ -305,11 +308,14 @@ class _Judged:
 
 
 def _beside(ours: int, compiled: Any) -> Iterator[str]:
-    on_chip = f" ({size_text(compiled.peak_bytes)} with what it keeps on chip)"
-    yield (
-        f"  by our arithmetic {size_text(ours)}, by the compiler {size_text(compiled.total_bytes)}"
-        f"{on_chip if compiled.peak_bytes > compiled.total_bytes else ''}: {compiled.off(ours):+.1%}"
+    """Ours and the compiler's, and how far they are apart, as `topology.Compiled.off` says it."""
+    total, peak = size_text(compiled.total_bytes), size_text(compiled.peak_bytes)
+    said = (
+        f"{peak} alive at the worst moment, {total} set aside"
+        if compiled.peak_bytes <= compiled.total_bytes
+        else f"{total}, {peak} with what it keeps on chip"
     )
+    yield f"  by our arithmetic {size_text(ours)}, by the compiler {said}: {compiled.off(ours):+.1%}"
 
 
 def say_stages(judged: Sequence[_Judged]) -> None:

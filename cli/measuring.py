@@ -1,6 +1,6 @@
 """What `measure` does: runs a model's pass where it is, and puts what was measured beside what the audit predicts."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +19,16 @@ from shardzoo.zoo.liveness import held_by
 from shardzoo.zoo.measure import Measured, measure, reached
 from shardzoo.zoo.mesh import Degrees
 
+SMALL = {"tokens": 512, "frames": 5, "height": 256, "width": 256}  # sizes that machines without accelerators run too
 FILL = 0.02  # of weights and inputs: what is measured does not depend on them
 
 
 def run(
     target: str,
-    given: Degrees,
+    wanted: Degrees,
     *,
-    sizes: TraceSizes,
+    batch: int,
+    given: Mapping[str, int],
     dtype: np.dtype,
     steps: int,
     folder: Path | None,
@@ -35,13 +37,17 @@ def run(
 ) -> None:
     """Measures the forward pass of a model with made-up weights, and prints it beside the prediction.
 
+    Sizes of the inputs are those `given`, else `SMALL`.
+
     Raises:
-        InputError: the mesh does not fit; the family has no forward pass to trace.
+        InputError: the mesh does not fit; the family has no forward pass to trace; its inputs have no such size.
     """
     found = targets.find_target(target, **reading)
+    prediction.check_sizes(target, [found], tuple(given))
+    sizes = TraceSizes(batch=batch, **{**SMALL, **given})
     declared = layout.astype(found.declared, dtype)
-    layout.audit(declared, given)
-    family, degrees = find_family(found.family), layout.with_kv(declared, given)
+    layout.audit(declared, wanted)
+    family, degrees = find_family(found.family), layout.with_kv(declared, wanted)
     mesh = start_mesh(degrees)
     function, arguments = memory.tracing(family)(declared, mesh, sizes)
     with working("measuring"):

@@ -118,7 +118,8 @@ def _mesh(mesh: Mapping[str, Any], ranking: Mapping[str, Any] | None) -> Iterato
     if memory:
         yield from _memory(memory, predicted["room"] if predicted else None)
     if mesh["compiled"]:
-        yield f"<p>By the compiler: {size_text(mesh['compiled']['total_bytes'])} a chip.</p>"
+        peak, total = (size_text(mesh["compiled"][name]) for name in ("peak_bytes", "total_bytes"))
+        yield f"<p>By the compiler: {peak} alive at the worst moment, {total} set aside in the chip's memory.</p>"
     yield from _splits(mesh)
     if predicted:
         yield from _work(predicted)

@@ -19,12 +19,13 @@ from jax.sharding import AbstractMesh, AxisType
 from shardzoo.cli.chips import CHIPS, Chip, Slice
 from shardzoo.cli.dimensions import stages
 from shardzoo.cli.memory import Memory, memory_of, trace
+from shardzoo.cli.targets import Target
 from shardzoo.cli.terminal import size_text
 from shardzoo.cli.verdicts import Verdict, judge, total
 from shardzoo.errors import InputError
 from shardzoo.zoo import layout
 from shardzoo.zoo.costs import Collective, Costs, costs_by
-from shardzoo.zoo.families import Family, TraceSizes
+from shardzoo.zoo.families import Family, TraceSizes, find_family
 from shardzoo.zoo.mesh import AXES, Degrees
 
 RINGS = 2  # links of a chip in one dim of the torus: a ring runs both ways
@@ -236,6 +237,19 @@ def sizes_of(family: Family, declared: Any) -> tuple[str, ...]:
     if family.trace is not None:
         family.trace(declared, abstract_mesh(Degrees(), CHIPS["v5e"].kind), Asked())
     return tuple(field.name for field in dataclasses.fields(TraceSizes) if field.name in asked)
+
+
+def check_sizes(name: str, found: Sequence[Target], given: Sequence[str]) -> None:
+    """Refuses sizes that no input of these models has, where they were given.
+
+    Raises:
+        InputError: with those that their inputs have.
+    """
+    taken = {size for one in found for size in ("batch", *sizes_of(find_family(one.family), one.declared))}
+    if wrong := [f"--{size}" for size in given if size not in taken]:
+        families = " and ".join(dict.fromkeys(one.family for one in found))
+        known = ", ".join(f"--{field.name}" for field in dataclasses.fields(TraceSizes) if field.name in taken)
+        raise InputError(f"{name}: inputs of {families} have no {', '.join(wrong)}: leave out; they take {known}")
 
 
 def meshes_of(chips: int, batch: int, pipes: Sequence[int] = (1,)) -> list[Degrees]:

@@ -31,7 +31,9 @@ SURROUNDINGS = {
     "TPU_MIN_LOG_LEVEL": "3",
 }
 # Of the compiler: "quick" leaves out most optimisation, the placing of buffers on chip among it, so that more of them
-# stand in the chip's memory; it takes a third to a tenth of the time.
+# stand in the chip's memory; it takes a third to a tenth of the time. At full effort each convolution is tuned for
+# about 3 s, so that autoencoders (31 to 70 of them) take minutes; everything else takes half a minute at most.
+MANY_CONVOLUTIONS = 8
 EFFORTS: Mapping[str, dict[str, Any]] = {"full": {}, "quick": {"exec_time_optimization_effort": -1.0}}
 COLLECTIVE = re.compile(r" (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)(?:-start)?\(")
 
@@ -43,14 +45,16 @@ class Compiled:
     Attributes:
         device: kind of device.
         effort: of the compiler, one of `EFFORTS`.
+        convolutions: in the program; of many the effort is "quick" unless it was chosen.
         seconds: time to compile.
-        argument_bytes, output_bytes, temporary_bytes: in each device's memory; the parameters are arguments.
-        peak_bytes: at the worst moment, what the compiler keeps on chip included, copies of weights among it.
+        argument_bytes, output_bytes, temporary_bytes: set aside in each device's memory; the parameters are arguments.
+        peak_bytes: alive at the worst moment, wherever it lies: on chip too, copies of weights among it.
         collectives: operation -> how many stand in the program (those in the body of a scan once).
     """
 
     device: str
     effort: str
+    convolutions: int
     seconds: float
     argument_bytes: int
     output_bytes: int
@@ -60,12 +64,18 @@ class Compiled:
 
     @property
     def total_bytes(self) -> int:
-        """All of it."""
+        """All that is set aside in the device's memory."""
         return self.argument_bytes + self.output_bytes + self.temporary_bytes
 
     def off(self, bytes: int) -> float:
-        """How far a figure is off what the compiler says: `total_bytes`, or more up to `peak_bytes`."""
-        low, high = self.total_bytes, max(self.total_bytes, self.peak_bytes)
+        """How far a count of values alive at the worst moment is off what the compiler says.
+
+        The compiler counts the same in `peak_bytes`: it hardly changes with its effort, where `total_bytes` has the
+        holes between buffers too (of autoencoders up to twice what is alive), and not what is kept on chip. Where the
+        peak is above the total, the difference is on chip, copies of weights among it that are there twice: anything
+        between the two is right.
+        """
+        low, high = min(self.total_bytes, self.peak_bytes), self.peak_bytes
         return bytes / low - 1 if bytes < low else max(0.0, bytes / high - 1)
 
     def to_json(self) -> dict[str, Any]:
@@ -81,6 +91,8 @@ class Compiled:
         listed = ", ".join(f"{name} {size_text(size)}" for name, size in parts.items())
         found = ", ".join(f"{count} {name}" for name, count in sorted(self.collectives.items())) or "none"
         yield f"  on each {self.device}: {listed} (compiled in {self.seconds:.0f} s, {self.effort} effort)"
+        if self.effort == "quick" and self.convolutions > MANY_CONVOLUTIONS:
+            yield f"  --full compiles at full effort: with {self.convolutions} convolutions in minutes"
         yield f"  collectives in the program: {found}"
 
 
@@ -110,11 +122,11 @@ def compile_forward(
     devices: list[jax.Device],
     sizes: TraceSizes,
     dtype: np.dtype | None,
-    effort: str = "full",
+    effort: str | None = None,
 ) -> Compiled:
     """Compiles the family's forward pass on a mesh of `degrees` over `devices`; `dtype` is that of the weights.
 
-    `effort` is one of `EFFORTS`.
+    `effort` is one of `EFFORTS`; None is the full one, unless the program has many convolutions.
 
     Raises:
         InputError: the family has no forward pass to compile; the program does not fit the devices' memory.
@@ -134,6 +146,8 @@ def compile_forward(
     function, arguments = family.trace(declared, mesh, sizes)
     begin = time.monotonic()
     lowered = jax.jit(function).lower(layout.abstract(declared, mesh), *arguments)
+    convolutions = lowered.as_text().count("stablehlo.convolution")
+    effort = effort or ("quick" if convolutions > MANY_CONVOLUTIONS else "full")
     try:
         compiled = lowered.compile(compiler_options=dict(EFFORTS[effort]))
     except jax.errors.JaxRuntimeError as error:
@@ -146,6 +160,7 @@ def compile_forward(
     return Compiled(
         device=devices[0].device_kind,
         effort=effort,
+        convolutions=convolutions,
         seconds=time.monotonic() - begin,
         argument_bytes=memory.argument_size_in_bytes,
         output_bytes=memory.output_size_in_bytes,

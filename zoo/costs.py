@@ -28,7 +28,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from shardzoo.errors import InputError
 from shardzoo.zoo.parts import part_of
-from shardzoo.zoo.program import PRODUCTS, VIEWS, Program, Step
+from shardzoo.zoo.program import PRODUCTS, VIEWS, Program, Step, written_out
 
 # Kind of collective -> bytes that a device sends, as a multiple of the operand's, among n devices in a ring.
 SENT: Mapping[str, Callable[[int], float]] = {
@@ -185,7 +185,7 @@ class _Count:
 
 def _walk(jaxpr: Jaxpr, sizes: Mapping[str, int], parts: Sequence[str | None]) -> _Count:
     """The costs of a program whose inputs are weights of these parts, or none."""
-    program, total = Program(jaxpr), _Count()
+    program, total = written_out(jaxpr), _Count()
     of = {id(value): part for value, part in zip(program.inputs, parts, strict=True) if part}
     depends = _Dependence(program)
     for step in program.steps:

@@ -11,9 +11,12 @@ All is read off the jaxpr; nothing is compiled. Its equations are followed in th
   than once, or unless what reads it wants it in memory: a kernel, a collective, a loop, a product, a result.
 * A value takes the place of one that dies where it is made, if it is no larger: of loops the carry stands once.
 * A loop's stacked inputs are read where they lie; its stacked results are there from its start.
+* A part of a value that is a result, or goes on to a loop's next turn, is copied out of it, so that the whole can go.
 * A convolution over more than single pixels reads a copy of its input, which compilers for TPUs arrange for it.
+* Pixels of fewer channels than a tile has lanes lie along the lanes themselves: what is summed over such channels is
+  made in memory, in wider numbers too where it is widened, and a copy of it in another order.
 * Buffers of TPUs are made of tiles of 8 x 128: the last two dims are padded to them, in whichever order
-  of the dims pads least.
+  of the dims pads least; of what is computed a last dim that fills the lanes lies along them.
 """
 
 import collections
@@ -28,7 +31,7 @@ import jax
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from shardzoo.zoo.program import ALIAS, CAST, PRODUCTS, VIEWS, Program, Step, Value, count
+from shardzoo.zoo.program import ALIAS, CAST, PRODUCTS, VIEWS, Step, Value, count, written_out
 
 # What is made in memory of its own, whoever reads it.
 _MADE = frozenset(
@@ -99,11 +102,12 @@ class _Moment:
 class _Program:
     """A program, which of its values take memory, and what in memory (`roots`) each of the others is computed from."""
 
-    def __init__(self, jaxpr: Jaxpr, tiled: bool):
-        self.tiled, program = tiled, Program(jaxpr)
+    def __init__(self, jaxpr: Jaxpr, tiled: bool, *, part: bool = False):
+        self.tiled, program = tiled, written_out(jaxpr)
         self.steps, self.inputs, self.outputs = program.steps, program.inputs, program.outputs
         given = [*program.inputs, *program.constants]
         self.fixed = {id(v) for v in given}
+        self.arguments = frozenset() if part else frozenset(self.fixed)  # which lie as a compiler likes best
         self.readers: dict[int, list[Step]] = collections.defaultdict(list)
         for step in self.steps:
             for value in {id(v): v for v in step.inputs}.values():
@@ -113,13 +117,14 @@ class _Program:
         self.made: set[int] = set()
         self.repeated: set[int] = set()  # those made by repetition of fewer numbers
         self.final: dict[tuple[int, frozenset[str]], list[Step]] = {}
+        self.ordered = self._ordered() if tiled else frozenset()
         self._decide()
 
     def size(self, value: Value) -> float:
         """Bytes in memory."""
         dtype = value.aval.dtype
         itemsize = np.dtype(dtype).itemsize if not jax.dtypes.issubdtype(dtype, jax.dtypes.extended) else 4
-        return value.scale * tiled_bytes(value.aval.shape, itemsize, self.tiled)
+        return value.scale * tiled_bytes(value.aval.shape, itemsize, self.tiled, id(value) not in self.arguments)
 
     def results(self) -> list[Value]:
         """The values in memory that the program's results are, or are read from."""
@@ -145,13 +150,23 @@ class _Program:
                 else:
                     self.roots[id(value)] = roots
 
+    def _ordered(self) -> frozenset[int]:
+        """What sums over few channels read, and what that is computed from in wider numbers."""
+        makers = {id(v): step for step in self.steps for v in step.outputs}
+        read = {id(step.inputs[0]) for step in self.steps if _over_few(step)}
+        widened = {id(v) for one in read if one in makers for v in makers[one].inputs}
+        return frozenset(read | {one for one in widened if one in makers and makers[one].name == CAST})
+
     def _wanted(self, step: Step, value: Value, roots: frozenset[int], results: set[int]) -> bool:
         """Whether a value that could be computed where it is read is made in memory all the same."""
         if not roots:
             return False
+        if id(value) in self.ordered:
+            return True
         readers = self._final_readers(value)
         if step.name in VIEWS and len(roots) == 1:
-            return self._copied(step, value, sum(count(self.values[r].aval) for r in roots))
+            source = sum(count(self.values[r].aval) for r in roots)
+            return (id(value) in results and count(value.aval) < source) or self._copied(step, value, source)
         if id(value) in results or any(r.name in _READS for r in readers):
             return not (step.name == CAST and all(r.name in PRODUCTS for r in readers))
         if len(readers) < 2:
@@ -199,9 +214,9 @@ class _Program:
         for at, step in enumerate(self.steps):
             made = [v for v in step.outputs if id(v) in self.made]
             dying = [v for v in ends[at] if v in alive or v in loose]
-            fresh = sum(self.size(v) for v in made)
+            fresh = sum((self.size(v) for v in made), 0.0)
             inner = self._inside(step)
-            now = total + max(fresh - min(fresh, self._reusable(step, dying)) + inner.size, self._rearranged(step))
+            now = total + self._copy_and_result(step, fresh, dying) + inner.size
             if now > largest:
                 largest, worst = now, (step, dict(alive), made, now, inner)
             alive.update((id(v), self.size(v)) for v in made)
@@ -211,8 +226,23 @@ class _Program:
                 loose.discard(v)
         return self._moment(*worst) if worst else _Moment()
 
+    def _copy_and_result(self, step: Step, fresh: float, dying: Sequence[int]) -> float:
+        """What a step adds while it runs: its results, less the place that they take of what dies here.
+
+        Where it reads a rearranged copy, the copy is there until the results are, and what it was made from before.
+        """
+        copy = self._rearranged(step)
+        if not copy:
+            return fresh - min(fresh, self._reusable(step, dying))
+        return copy + max(0.0, fresh - sum(self.size(self.values[v]) for v in dying))
+
     def _rearranged(self, step: Step) -> float:
-        """Bytes of a copy of what a convolution reads, in the order of the matrix unit, made before its result."""
+        """Bytes of a copy of what a convolution reads, in the order of the matrix unit.
+
+        And of what is summed over few channels, which do not lie along the lanes as pixels do.
+        """
+        if step.inputs and id(step.inputs[0]) in self.ordered and _over_few(step):
+            return self.size(step.inputs[0])
         spatial = step.name == "conv_general_dilated" and count(step.inputs[1].aval) > math.prod(
             step.inputs[1].aval.shape[d] for d in step.eqn.params["dimension_numbers"].rhs_spec[:2]
         )
@@ -266,18 +296,31 @@ class _Program:
         return _Moment()
 
     def _part(self, closed: Any) -> "_Program":
-        return _Program(closed.jaxpr, self.tiled)
+        return _Program(closed.jaxpr, self.tiled, part=True)
+
+
+def _over_few(step: Step) -> bool:
+    """Whether it sums over a last dim that is too short for the lanes, of something with pixels."""
+    if not step.name.startswith("reduce_") or "axes" not in step.eqn.params:
+        return False
+    shape = step.inputs[0].aval.shape
+    return len(shape) >= 4 and len(shape) - 1 in step.eqn.params["axes"] and 1 < shape[-1] < LANES
 
 
 @functools.lru_cache(maxsize=4096)
-def tiled_bytes(shape: tuple[int, ...], itemsize: int, tiled: bool = True) -> int:
-    """Bytes of an array in memory; of TPUs in tiles, along those two dims that pad least."""
+def tiled_bytes(shape: tuple[int, ...], itemsize: int, tiled: bool = True, computed: bool = False) -> int:
+    """Bytes of an array in memory; of TPUs in tiles, along those two dims that pad least.
+
+    Of what is computed a last dim that fills the lanes lies along them.
+    """
     size = math.prod(shape) * itemsize
     if not tiled or len(shape) < 2 or size == 0:
         return size
+    last = len(shape) - 1
     return min(
         size // (shape[i] * shape[j]) * (-(-shape[i] // LANES) * LANES) * (-(-shape[j] // SUBLANES) * SUBLANES)
         for i, j in itertools.permutations(range(len(shape)), 2)
+        if i == last or not computed or shape[last] < LANES
     )
 
 

@@ -1,6 +1,7 @@
 """A traced program with its calls written out: what the walks over it (`costs`, `liveness`) start from."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -108,6 +109,12 @@ class Program:
         ]
         self.steps += [Step(eqn, ALIAS, (r,), (value,)) for r, value in zip(results, outputs, strict=True)]
         return outputs
+
+
+@functools.lru_cache(maxsize=32)
+def written_out(jaxpr: Jaxpr) -> Program:
+    """The program of a jaxpr; those met last are kept, as several walks go over the same ones in turn."""
+    return Program(jaxpr)
 
 
 def called(eqn: JaxprEqn) -> Jaxpr | None:

@@ -165,8 +165,9 @@ def test_ours_is_within_a_tenth_of_the_compiler_s(preset):
     words = ("--chips", chips, "--mesh", f"context={8 // tensor},tensor={tensor}", "--compile", "--json")
     audit = json.loads(invoke("audit", preset, *words).out)
     ours, compiled = audit["ranking"]["meshes"][0]["memory"]["program"], audit["meshes"][0]["compiled"]
-    # Between what it has in the chip's memory and that with what it keeps on chip, or a tenth off.
-    assert 0.9 * compiled["total_bytes"] <= ours <= 1.1 * max(compiled["total_bytes"], compiled["peak_bytes"])
+    # A tenth off what is alive at the worst moment; what is on chip of it may be copies (`topology.Compiled.off`).
+    low, high = min(compiled["total_bytes"], compiled["peak_bytes"]), compiled["peak_bytes"]
+    assert 0.9 * low <= ours <= 1.1 * high
 
 
 def test_a_pipeline_s_stages(monkeypatch):

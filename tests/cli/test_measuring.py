@@ -47,3 +47,11 @@ def test_a_table_for_people():
 def test_a_mesh_that_does_not_fit():
     ended = invoke("measure", "tiny/x", "--mesh", "tensor=3")
     assert ended.status == 1 and "heads=8 does not divide by 3" in ended.err
+
+
+def test_sizes_that_a_model_s_inputs_do_not_have_are_refused_by_name():
+    ended = invoke("measure", "tiny/x", "--frames", 5, "--width", 64)
+    assert ended.status == 1 and "inputs of tiny have no --frames, --width: leave out" in ended.err
+    assert "they take --batch, --tokens" in ended.err
+    ended = invoke("measure", "image-vae/flux1-vae", "--tokens", 5)
+    assert ended.status == 1 and "have no --tokens" in ended.err and "--height, --width" in ended.err

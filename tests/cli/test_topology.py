@@ -51,8 +51,19 @@ def test_little_effort_of_the_compiler_is_told():
     assert (full["effort"], quick["effort"]) == ("full", "quick")
     assert full["argument_bytes"] == quick["argument_bytes"] and full["output_bytes"] == quick["output_bytes"]
     assert full["temporary_bytes"] != quick["temporary_bytes"], "it makes no difference"
-    ended = invoke("audit", "tiny/x", "--mesh", "tensor=4", "--quick")
-    assert ended.status == 2 and "--quick" in ended.err
+    for option in ("--quick", "--full"):
+        ended = invoke("audit", "tiny/x", "--mesh", "tensor=4", option)
+        assert ended.status == 2 and option in ended.err
+
+
+def test_of_many_convolutions_little_effort_is_chosen_and_told(monkeypatch):
+    from shardzoo.cli import topology
+
+    words = ("audit", "tiny/x", "--mesh", "tensor=4", "--topology", "v5e:2x2", "--tokens", 128)
+    monkeypatch.setattr(topology, "MANY_CONVOLUTIONS", -1)
+    chosen, full = (" ".join(invoke(*words, *more).out.split()) for more in ((), ("--full",)))
+    assert "quick effort" in chosen and "--full compiles at full effort: with 0 convolutions" in chosen
+    assert "full effort" in full and "--full" not in full
 
 
 @pytest.mark.parametrize(

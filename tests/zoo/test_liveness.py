@@ -111,3 +111,37 @@ def test_the_worst_moment_is_told():
     held = liveness_of(lambda x, w: jnp.sum(jnp.tanh(x @ w)), f32(64, 8), f32(8, 512), tiled=False)
     what, size = held.holds[0]
     assert "float32[64, 512]" in what and size == 64 * 512 * 4
+
+
+def test_what_a_turn_keeps_of_a_value_is_copied_out_of_it():
+    def f(cache, xs):
+        def turn(cache, x):
+            both = jnp.concatenate([cache, x])  # 2 + 8 rows
+            return lax.dynamic_slice_in_dim(both, 8, 2), jnp.sum(both @ both.T)
+
+        return lax.scan(turn, cache, xs)
+
+    row, turns = 100 * 4, 3
+    # Within a turn the rows together, their product, and beside them the two rows that are kept.
+    expected = 10 * row + 10 * 10 * 4 + 2 * row
+    assert peak(f, f32(2, 100), f32(turns, 8, 100)) == pytest.approx(expected, rel=0.01)
+
+
+def norm(x):
+    wide = x.astype(jnp.float32)
+    return (wide * lax.rsqrt(jnp.mean(jnp.square(wide), -1, keepdims=True))).astype(x.dtype)
+
+
+@pytest.mark.parametrize("channels, wide", [(96, True), (128, False)])
+def test_pixels_of_few_channels_are_normed_in_memory(channels, wide):
+    x = jax.ShapeDtypeStruct((1, 8, 128, channels), jnp.bfloat16)
+    found = peak(norm, x, tiled=True)
+    small = 8 * 128 * channels * 2
+    assert found >= 3 * 2 * small if wide else found <= 2 * small
+
+
+def test_a_convolution_s_copy_is_there_beside_its_result():
+    x, w = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((1, 8, 128, 128), (3, 3, 128, 256)))
+    dims = ("NHWC", "HWIO", "NHWC")
+    f = lambda x, w: lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=dims)  # noqa: E731
+    assert peak(f, x, w, tiled=True) == 8 * 128 * (128 + 256) * 4
