@@ -290,7 +290,10 @@ def _match(
     by_leaf: dict[str, list[Piece]] = {path: [] for path in params}
     for piece in pieces:
         by_leaf[piece.target].append(piece)
-    problems = _misfits(source, sorting, config) + _dtype_problems(source, by_leaf, cast)
+    homeless = {
+        path: "none of its tensors is this, which the config declares" for path, own in by_leaf.items() if not own
+    }
+    problems = _misfits(source, sorting, config) + _dtype_problems(source, by_leaf, cast) + grouped(homeless)
     if problems:
         _refuse_quantized(source, sorting.extra)
         title = f"{source.root}: does not fit family {rules.family} in layout {layout.name!r}"

@@ -217,3 +217,15 @@ def test_configs_are_read_and_written():
 def test_what_the_autoencoder_does_not_do_is_refused_by_name(change, message):
     with pytest.raises(InputError, match=message):
         read_config({**WAN21, **change}, {})
+
+
+def test_a_config_of_more_blocks_than_the_tensors_have(tmp_path):
+    """The tensors fit the layout of one block a level whole; what the config declares besides is told."""
+    sizes = {"base_dim": 8, "z_dim": 4, "dim_mult": [1, 2], "num_res_blocks": 1, "temperal_downsample": [False]}
+    model = AutoencoderKLQwenImage(**sizes, latents_mean=[0.1] * 4, latents_std=[1.0] * 4)
+    keys = {key: tuple(value.shape) for key, value in model.state_dict().items()}
+    config = {**model.config, "_class_name": "AutoencoderKLQwenImage"}
+    assert plan_conversion(write_hollow(tmp_path / "one", keys, config)).config.blocks == 1
+    config.pop("num_res_blocks")
+    with pytest.raises(InputError, match=r"encoder\.levels\.\{0-1\}\.blocks\.1\.conv1\.weight: none of its tensors is"):
+        plan_conversion(write_hollow(tmp_path / "two", keys, config))
