@@ -212,6 +212,8 @@ def _forward(
     layers, states = model.config.layers, run.hidden_states
     model = gather_ends(model, declared)
     embedded = enter(model, rows, features, run=run)
+    embedded, (table, norm, head) = layout.in_turn(embedded, (model.embed, model.norm, model.head))
+    model = dataclasses.replace(model, embed=table, norm=norm, head=head)
     run_stage = functools.partial(stage, declared=declared, run=run)
     rounds = pipeline.rounds_of(declared)
     x, kept = pipeline.through(run_stage, model.blocks, embedded, rows, microbatches=run.microbatches, rounds=rounds)

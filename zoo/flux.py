@@ -18,9 +18,10 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Float, Num, jaxtyped
 
 from shardzoo.errors import fail_if
+from shardzoo.kernels.flash_attention.options import varying_like
 from shardzoo.zoo import layout
 from shardzoo.zoo.families import Family, TraceSizes, register
-from shardzoo.zoo.flux_blocks import Rows, Run, rows_of, run_blocks, streams_dtype
+from shardzoo.zoo.flux_blocks import Rows, Run, ends_in_turn, rows_of, run_blocks, streams_dtype
 from shardzoo.zoo.flux_model import Config, Flux
 from shardzoo.zoo.joint_streams import Shares, Turns, positions_rotary
 from shardzoo.zoo.layers import Residual, SplitInputLinear, check_residual, pad
@@ -158,8 +159,10 @@ def _forward(
     model = dataclasses.replace(model, **whole)
     shares = Shares(text=text.shape[1], image=image.shape[1], residual=run.residual)
     condition = jax.nn.silu(model.conditions(timesteps, guidance, pooled.astype(dtype)))
+    condition, model = ends_in_turn(condition, model, ("image", "text", "head"))
     rows, head_rows = modulations(model, declared, condition)
     streams = model.text(shares.take(text.astype(dtype))), model.image(shares.take(image.astype(dtype)))
+    streams, head_rows = layout.in_turn(streams, head_rows)
     turns = shares.turns(*places)
     x = run_blocks(model, declared, streams, rows, turns, shares, shared=False, remat=run.remat)
     return shares.whole(model.head(x, head_rows), image.shape[1])
@@ -173,7 +176,9 @@ def modulations(
     Of blocks of two streams a pair, the text's and the image's.
     """
 
-    def partial(layers: tuple[SplitInputLinear, ...], declared: tuple[SplitInputLinear, ...]) -> Any:
+    def partial(
+        condition: Array, layers: tuple[SplitInputLinear, ...], declared: tuple[SplitInputLinear, ...]
+    ) -> list[Array]:
         def body(_, layers):
             layers = layout.gather_at_rest(layers, declared)
             return None, [layer.partial(condition) for layer in layers]
@@ -184,12 +189,14 @@ def modulations(
         return (tree.double.text.modulation, tree.double.image.modulation), (tree.single.modulation,)
 
     live, split = of(model), of(declared)
-    sums = [*partial(live[0], split[0]), *partial(live[1], split[1]), model.head.modulation.partial(condition)]
+    at_rest = [layer.bias for layer in (*live[0], *live[1])], [layer.bias for layer in (*split[0], *split[1])]
+    condition, biases = layout.in_turn(condition, layout.gather_at_rest(*at_rest))
+    single = partial(condition, live[1], split[1])
+    condition, single = layout.in_turn(varying_like(condition, single[0]), single)
+    sums = [*partial(condition, live[0], split[0]), *single, model.head.modulation.partial(condition)]
     sums = lax.psum(sums, TP)
-    biases = [layer.bias for layer in (*live[0], *live[1])], [layer.bias for layer in (*split[0], *split[1])]
     rows = [
-        rows_of(total + bias.astype(total.dtype)[:, None, None])
-        for total, bias in zip(sums[:-1], layout.gather_at_rest(*biases), strict=True)
+        rows_of(total + bias.astype(total.dtype)[:, None, None]) for total, bias in zip(sums[:-1], biases, strict=True)
     ]
     head = sums[-1] + model.head.modulation.bias.astype(condition.dtype)
     return ((rows[0], rows[1]), rows[2]), tuple(head[:, :, row] for row in range(head.shape[2]))

@@ -21,7 +21,7 @@ from shardzoo.errors import fail_if
 from shardzoo.zoo import layout
 from shardzoo.zoo.families import Family, TraceSizes, register
 from shardzoo.zoo.flux2_model import Config, Flux2
-from shardzoo.zoo.flux_blocks import Run, run_blocks, streams_dtype
+from shardzoo.zoo.flux_blocks import Run, ends_in_turn, run_blocks, streams_dtype
 from shardzoo.zoo.joint_streams import Shares, Turns, positions_rotary
 from shardzoo.zoo.layers import Residual, check_residual, pad
 from shardzoo.zoo.mesh import DATA
@@ -170,8 +170,10 @@ def _forward(
     model = dataclasses.replace(model, **whole)
     shares = Shares(text=text.shape[1], image=image.shape[1], residual=run.residual)
     condition = jax.nn.silu(model.conditions(timesteps, guidance, dtype))
+    condition, model = ends_in_turn(condition, model, ("image", "text", "modulation", "head"))
     rows, head_rows = model.modulation(condition, model.head.modulation)
     streams = model.text(shares.take(text.astype(dtype))), model.image(shares.take(image.astype(dtype)))
+    streams, (rows, head_rows) = layout.in_turn(streams, (rows, head_rows))
     turns = shares.turns(*places)
     x = run_blocks(model, declared, streams, rows, turns, shares, shared=True, remat=run.remat)
     return shares.whole(model.head(x, head_rows), image.shape[1])

@@ -5,7 +5,7 @@ Shapes inside layers are one device's. Blocks of a kind are stacked, to be run b
 """
 
 import dataclasses
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 import equinox as eqx
 import jax
@@ -33,6 +33,7 @@ from shardzoo.zoo.rope import Rotary
 from shardzoo.zoo.video_tokens import rotate_pairs, sinusoid
 
 TIMES = 1000  # timesteps and guidance are multiplied by this
+Model = TypeVar("Model")
 Rows = tuple[Array, ...]  # of a modulation: shift, scale, gate; twice in a block of two streams
 
 
@@ -368,6 +369,16 @@ def run_blocks(
     size = streams[0].shape[1]
     x, _ = lax.scan(single, jnp.concatenate(streams, axis=1), (model.single, own[1]))
     return x[:, size:]
+
+
+def ends_in_turn(condition: Array, model: Model, ends: tuple[str, ...]) -> tuple[Array, Model]:
+    """Both, with gradients of these parts of the model after that of the condition (`layout.in_turn`): it is the last.
+
+    It comes from the modulations of all blocks, and so after all loops.
+    """
+    whole: Any = model  # a module, and so a dataclass
+    condition, those = layout.in_turn(condition, {name: getattr(whole, name) for name in ends})
+    return condition, dataclasses.replace(whole, **those)
 
 
 def streams_dtype(model: Doubles, run: Run) -> Any:

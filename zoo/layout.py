@@ -19,19 +19,22 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from shardzoo.errors import InputError, fail_if
-from shardzoo.zoo.mesh import KV, PIPE, REP, Degrees, kv_problem
+from shardzoo.kernels.flash_attention.options import manual_axes, varying_over
+from shardzoo.zoo.mesh import KV, PIPE, REP, Degrees, kv_problem, traced_platform
 
 FLOAT32 = np.dtype("float32")
 LAYER = "layer"  # the leading dim of stacked blocks
 ROUND = "round"  # the dim before it of blocks that a pipeline runs in several rounds (`pipeline.interleaved`)
 HOST = "pinned_host"  # JAX's name of host memory that devices read by themselves
 Tree = TypeVar("Tree")
+Other = TypeVar("Other")
 Axes = str | tuple[str, ...]
 
 
@@ -265,6 +268,51 @@ def gather_parts(live: Tree, declared: Tree, parts: Iterable[str], *, to: str = 
     model: Any = live  # a module, and so a dataclass
     whole = {name: gather_at_rest(getattr(live, name), getattr(declared, name), to=to) for name in parts}
     return dataclasses.replace(model, **whole)
+
+
+def after(x: Array, *done: Array) -> Array:
+    """`x`, once all of `done` are there: it is chosen by a comparison that never holds.
+
+    XLA's runtime for CPUs starts loops and branches as soon as their data are there, collectives in them too. Two that
+    do not need each other start in any order, and devices that choose different ones wait for each other for ever.
+    (A barrier does not help: the compiler drops it before it makes threads.)
+    """
+    never = functools.reduce(jnp.logical_or, [d.ravel()[0] > jnp.inf for d in done])
+    return jnp.where(never, jnp.zeros((), x.dtype), x)
+
+
+def in_turn(x: Tree, others: Other) -> tuple[Tree, Other]:
+    """Both as they are; on CPUs gradients of `others` go on, to be summed over the mesh, once that of `x` is there.
+
+    For what is used beside or behind loops that `x` goes into, such as the weights of a head: else their sums and the
+    loops of the backward pass, with collectives in them, stand in no order (see `after`). TPUs and GPUs have one
+    anyway. In the forward pass `x` waits for those of `others` that vary over no more mesh axes than it.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if traced_platform() != "cpu" or mesh.size == 1:
+        return x, others
+    axes = frozenset(axis for leaf in jax.tree.leaves(x) for axis in manual_axes(leaf))
+    leaves, form = jax.tree.flatten(varying_over(others, axes))
+    x, leaves = _in_turn(x, leaves)
+    return x, jax.tree.unflatten(form, leaves)
+
+
+@jax.custom_vjp
+def _in_turn(x: Tree, others: list[Array]) -> tuple[Tree, list[Array]]:
+    def waiting(x: Array) -> Array:
+        done = [o for o in others if manual_axes(o) <= manual_axes(x)]
+        return after(x, *done) if done else x
+
+    return jax.tree.map(waiting, x), others
+
+
+def _back_in_turn(_: None, cotangents: tuple[Tree, list[Array]]) -> tuple[Tree, list[Array]]:
+    first, then = cotangents
+    done = jax.tree.leaves(first)
+    return first, [d if d.dtype == jax.dtypes.float0 else after(d, *done) for d in then]
+
+
+_in_turn.defvjp(lambda x, others: (_in_turn(x, others), None), _back_in_turn)
 
 
 def _ways(axes: Iterable[str], degrees: Degrees) -> int:

@@ -13,7 +13,6 @@ them by one all-reduce over `pipe`, and each computes its part of the logits.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -149,17 +148,6 @@ def through(
     y = on_all(y[done[-1, -1]])
     kept = lax.psum(jax.tree.map(lambda a: _joined(a[jnp.asarray(done)[:, me]]), kept), PIPE)
     return y.reshape(-1, *y.shape[2:]), kept
-
-
-def after(x: Array, *done: Array) -> Array:
-    """`x`, once all of `done` are there: it is chosen by a comparison that never holds.
-
-    XLA's runtime for CPUs starts loops and branches as soon as their data are there, collectives in them too. Two that
-    do not need each other start in any order, and devices that choose different ones wait for each other for ever.
-    (A barrier does not help: the compiler drops it before it makes threads.)
-    """
-    never = functools.reduce(jnp.logical_or, [d.ravel()[0] > jnp.inf for d in done])
-    return jnp.where(never, jnp.zeros((), x.dtype), x)
 
 
 def zeros(x: Array) -> Array:

@@ -151,7 +151,7 @@ class Program:
 
     def ahead(self, carry: Carry, at: Tick, always: Tick) -> tuple[Carry, Array]:
         """The forward of a chunk; its input is kept for its backward."""
-        work, rows = pipeline.of_stage(at.forward), self.of(pipeline.after(at.enter, carry.forth))
+        work, rows = pipeline.of_stage(at.forward), self.of(layout.after(at.enter, carry.forth))
         own = when(
             always.enter, at.enter, lambda x: self.enter(self.ends[0], rows), lambda x: x, pipeline.zeros(carry.forth)
         )
@@ -162,7 +162,7 @@ class Program:
         kept = jnp.where(work.microbatch != IDLE, x, pipeline.pick(carry.inputs, slot))
         inputs = lax.dynamic_update_index_in_dim(carry.inputs, kept, slot, 0)
         forth = pipeline.send(y, self.rounds)
-        return carry._replace(inputs=inputs, forth=forth), pipeline.after(y, forth)
+        return carry._replace(inputs=inputs, forth=forth), layout.after(y, forth)
 
     def turn(self, carry: Carry, y: Array, microbatch: Array, always: Int[np.ndarray, " ticks"]) -> tuple[Carry, Array]:
         """Logits, loss and their backward of the microbatch that has passed the last stage."""
@@ -183,13 +183,13 @@ class Program:
         busy, last = work.microbatch != IDLE, lax.axis_index(PIPE) == lax.axis_size(PIPE) - 1
         cotangent = jnp.where(busy, jnp.where(last & (work.round == self.rounds - 1), turned, carry.back), 0)
         (chunk, fixed), first = pipeline.chunk_of(self.blocks, work.round, self.rounds)
-        slot, own = pipeline.after(work.slot, turned, carry.forth), self.of(work.microbatch)
+        slot, own = layout.after(work.slot, turned, carry.forth), self.of(work.microbatch)
         x = pipeline.pick(carry.inputs, slot)
         _, pull = jax.vjp(lambda chunk, x: self.parts.stage(eqx.combine(chunk, fixed), x, own, first)[0], chunk, x)
         of_chunk, of_x = pull(cotangent)
         of_chunk = jax.tree.map(lambda d: jnp.where(busy, d, 0), of_chunk)
         sent = pipeline.send(of_x, self.rounds, back=True)
-        first_x = pipeline.after(jnp.where((lax.axis_index(PIPE) == 0) & (work.round == 0), of_x, 0), sent)
+        first_x = layout.after(jnp.where((lax.axis_index(PIPE) == 0) & (work.round == 0), of_x, 0), sent)
 
         def leave(ends: Any) -> Any:
             return added(ends, jax.vjp(lambda ends: self.enter(ends, rows), self.ends[0])[1](first_x)[0])
@@ -288,7 +288,7 @@ def gradients(
 
 def total(carry: Carry) -> Float[Array, ""]:
     """The loss of all devices, summed after the last tick."""
-    loss = pipeline.after(carry.loss, *jax.tree.leaves((carry.blocks, carry.ends))[:1])
+    loss = layout.after(carry.loss, *jax.tree.leaves((carry.blocks, carry.ends))[:1])
     same = tuple(sorted(manual_axes(loss) - {DATA, CONTEXT}))  # on devices that differ in these alone
     return lax.psum(jnp.where(lax.axis_index(same) == 0, loss, 0) if same else loss, (DATA, CONTEXT, *same))
 
@@ -385,7 +385,7 @@ def loss_and_grad(
         given = {"lengths": lengths, "mask": mask, "positions": positions, "places": places}
         fail_if(problems(model, features=features, **given), what)
         counted, count = weights(jnp.asarray(labels), counts, vocab)
-        tokens = pipeline.after(jnp.asarray(tokens), count)
+        tokens = layout.after(jnp.asarray(tokens), count)
         rows = {"tokens": tokens, "labels": labels, "weights": counted, **given}
         cut = pipeline.microbatches_for(microbatches, mesh, tokens.shape[0])
         arrays = {k: pad(jnp.asarray(v), mesh.shape[DATA] * cut, seq_ways) for k, v in rows.items() if v is not None}

@@ -380,6 +380,8 @@ def _forward(
     """One device's logits."""
     model = gather_ends(model, declared)
     x = enter(model, rows, features, run=run)
+    x, (table, norm, head) = layout.in_turn(x, (model.embed, model.norm, model.head))
+    model = dataclasses.replace(model, embed=table, norm=norm, head=head)
     layers = {"delta": model.delta, "attn": model.attn}
     run_stage = functools.partial(stage, declared=declared, run=run)
     rounds = pipeline.rounds_of(declared)

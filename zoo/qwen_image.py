@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int, Num, jaxtyped
 from shardzoo.errors import fail_if
 from shardzoo.zoo import layout
 from shardzoo.zoo.families import Family, TraceSizes, register
-from shardzoo.zoo.flux_blocks import Rows, Run, rows_of, streams_dtype
+from shardzoo.zoo.flux_blocks import Rows, Run, ends_in_turn, rows_of, streams_dtype
 from shardzoo.zoo.joint_streams import Shares, everywhere, positions_rotary
 from shardzoo.zoo.layers import Residual, check_residual, pad
 from shardzoo.zoo.mesh import CONTEXT, DATA, TP
@@ -172,9 +172,11 @@ def _forward(
     turns = shares.turns(*(positions_rotary(ids, config.axes, config.theta, np.float32) for ids in tables))
     valid = _valid(shares, text_mask, timesteps)
     condition = jax.nn.silu(_conditions(model, timesteps, kinds, dtype))
+    condition, model = ends_in_turn(condition, model, ("image", "text", "head"))
     text_rows, image_rows, head_rows = modulations(model, declared, condition, timesteps.shape[0])
     reference = shares.take(jnp.asarray(_of_references(grids))) if config.zero_cond else None
     streams = model.text(shares.take(text.astype(dtype))), model.image(shares.take(image.astype(dtype)))
+    streams, head_rows = layout.in_turn(streams, head_rows)
 
     def body(streams, inputs):
         block, (text_rows, image_rows) = inputs
@@ -227,6 +229,8 @@ def modulations(
     Text and head know of the timestep only, the first `batch` rows of the condition.
     """
     live, split = ((tree.double.text.modulation, tree.double.image.modulation) for tree in (model, declared))
+    biases = layout.gather_at_rest([layer.bias for layer in live], [layer.bias for layer in split])
+    condition, biases = layout.in_turn(condition, biases)
     now = condition[:batch]
 
     def body(_, layers):
@@ -235,7 +239,6 @@ def modulations(
 
     _, (text, image) = lax.scan(body, None, live)
     text, image, head = lax.psum((text, image, model.head.modulation.partial(now)), TP)
-    biases = layout.gather_at_rest([layer.bias for layer in live], [layer.bias for layer in split])
     text, image = (x + bias.astype(x.dtype)[:, None, None] for x, bias in zip((text, image), biases, strict=True))
     head = head + model.head.modulation.bias.astype(head.dtype)
     return rows_of(text), rows_of(image), rows_of(head)

@@ -270,6 +270,7 @@ def _forward(
     rows = share(order.units)[..., None] * square + np.arange(square)
     patches = pixels[rows.reshape(1, -1)].reshape(1, -1, *patch_shape(c))
     x = model.enter(patches.astype(model.patches.dtype if dtype is None else dtype), order, own)
+    x, merger = layout.in_turn(x, model.merger)
     turn, segments = _turn(c, own(order.places)), (own(order.windows), own(order.frames))
 
     def body(x, inputs):
@@ -279,7 +280,7 @@ def _forward(
 
     whole = jnp.asarray([i in c.whole for i in range(c.layers)])
     x, _ = lax.scan(rematerialised(body, remat), x, (model.blocks, whole))
-    features = lax.all_gather(model.merger(x)[0], CONTEXT, axis=0, tiled=True, to="invarying")
+    features = lax.all_gather(merger(x)[0], CONTEXT, axis=0, tiled=True, to="invarying")
     return features[np.argsort(order.units)]
 
 

@@ -22,7 +22,11 @@ _NAMES = re.compile(r"%([\w.\-]+)")
 def unordered(compiled) -> list[tuple[str, str]]:
     """Pairs that hold collectives, one of them a loop or a branch, and that no data put in an order.
 
-    XLA's runtime for CPUs may start either first, each device as it comes; then devices wait for each other for ever.
+    They are named as the program has them scheduled. XLA's runtime for CPUs (`ThunkExecutor`) starts what has its data,
+    in any order, but what holds collectives stands in that of the schedule: each starts when the one before has
+    returned. A collective returns when it is done, so two of them never meet in another order on another device. A
+    loop or a branch returns as soon as a part of it is left to another thread, and runs on beside what comes next:
+    see `overtaking`. Of pairs whose first is a collective only another schedule makes such a pair.
     """
     computations: dict[str, list[tuple[str, str, list[str]]]] = {}
     for line in compiled.as_text().splitlines():
@@ -48,3 +52,15 @@ def unordered(compiled) -> list[tuple[str, str]]:
                 pairs += [(a, name) for a, inner in seen if (inner or nested) and a not in before[name]]
                 seen.append((name, nested))
     return pairs
+
+
+def overtaking(compiled) -> list[tuple[str, str]]:
+    """The pairs of `unordered` that can stop a program for ever: a loop or a branch and what need not wait for its end.
+
+    Devices then have two collectives under way at once. Each holds a thread until its other devices come to it too
+    (collectives meet by run, instruction and devices; they are never mixed up), and the pool has as many threads as
+    devices, or cores if these are more. By XLA's source; that 1F1B hung so, and no longer in order, was measured.
+    """
+    text = compiled.as_text()
+    plain = set(re.findall(rf"%([\w.\-]+) = [^=]*? (?:{'|'.join(KINDS)})\(", text))
+    return [(first, then) for first, then in unordered(compiled) if first not in plain]
