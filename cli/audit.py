@@ -157,7 +157,7 @@ class _Judged:
     def declared(self) -> Any:
         """The declaration in the dtype that is predicted and compiled with."""
         dtype = self.ahead.dtype
-        return self.target.declared if dtype is None else layout.astype(self.target.declared, dtype)
+        return layout.astype(self.target.declared, dtype)
 
     def at_rest(self, degrees: Degrees) -> Any:
         """The same, split at rest on a mesh as was asked for."""

@@ -134,7 +134,7 @@ def _parts(kind: Kind, pipeline: Pipeline, settings: Any, dtype: np.dtype | None
     declared = {name: pipeline.checkpoint(name).declared for name in pipeline.components}
     pipeline.require(kind.needed(declared, settings))
     run = kind.run_parts(declared, settings)
-    typed = {n: one if dtype is None or n == VAE else layout.astype(one, dtype) for n, one in run.items()}
+    typed = {n: one if n == VAE else layout.astype(one, dtype) for n, one in run.items()}
     return {n: layout.keep_on_host(one) if offload else one for n, one in typed.items()}
 
 

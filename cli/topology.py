@@ -134,7 +134,7 @@ def compile_forward(
     if family.trace is None:
         able = ", ".join(name for name in family_names() if find_family(name).trace)
         raise InputError(f"family={family.name!r} cannot be compiled ahead of time: {able} can")
-    declared = declared if dtype is None else layout.astype(declared, dtype)
+    declared = layout.astype(declared, dtype)
     mesh = make_mesh(
         data=degrees.data,
         pipe=degrees.pipe,

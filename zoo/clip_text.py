@@ -23,6 +23,7 @@ from jaxtyping import Array, Bool, Float, Int, jaxtyped
 from shardzoo.errors import InputError, fail_if
 from shardzoo.zoo import layout
 from shardzoo.zoo.clip import Activation, Block, blocks_to_run, declare_norm, gathered, run_blocks, size_problems
+from shardzoo.zoo.dtypes import float_dtype
 from shardzoo.zoo.families import Family, TraceSizes, register
 from shardzoo.zoo.layers import Embedding, LayerNorm, Leaf, pad
 from shardzoo.zoo.layout import Param
@@ -130,7 +131,7 @@ def forward(
     layout.audit(declared, mesh)
     config = declared.config
     run = blocks_to_run("clip_text.forward", hidden_state, NAMED, config.layers)
-    dtype = None if dtype is None else jnp.dtype(dtype)
+    dtype = float_dtype("clip_text.forward", dtype)
 
     @jaxtyped(typechecker=beartype)
     def f(

@@ -24,6 +24,7 @@ from jaxtyping import Array, Float, jaxtyped
 from shardzoo.errors import InputError, fail_if
 from shardzoo.zoo import layout
 from shardzoo.zoo.clip import Activation, Block, blocks_to_run, declare_norm, gathered, run_blocks, size_problems
+from shardzoo.zoo.dtypes import float_dtype
 from shardzoo.zoo.families import Family, TraceSizes, register
 from shardzoo.zoo.layers import LayerNorm, Leaf, contract
 from shardzoo.zoo.layout import Param
@@ -155,7 +156,7 @@ def forward(
     layout.audit(declared, mesh)
     config = declared.config
     layers = blocks_to_run("clip_vision.forward", hidden_state, ("pooled",), config.layers)
-    dtype = None if dtype is None else jnp.dtype(dtype)
+    dtype = float_dtype("clip_vision.forward", dtype)
     shard = jax.shard_map(
         lambda model, pixels: _forward(model, declared, pixels, layers, hidden_state == "pooled", dtype),
         mesh=mesh,

@@ -25,6 +25,7 @@ from shardzoo.kernels.flash_attention.options import varying_like
 from shardzoo.zoo import language_model, layout, pipeline, pipeline_gradients
 from shardzoo.zoo.attention import attention
 from shardzoo.zoo.decoder_model import Block, Config, Decoder, window_of
+from shardzoo.zoo.dtypes import float_dtype
 from shardzoo.zoo.families import Family, TraceSizes, register
 from shardzoo.zoo.in_place import block_at
 from shardzoo.zoo.language_model import (
@@ -97,7 +98,7 @@ def forward(
     run = Run(
         residual=residual,
         remat=remat,
-        dtype=None if dtype is None else jnp.dtype(dtype),
+        dtype=float_dtype("decoder.forward", dtype),
         hidden_states=states,
         logits=logits,
         in_place=in_place,
@@ -149,7 +150,7 @@ def loss_and_grad(
         InputError: as `forward`; quantized weights among the trainable ones; a pattern that matches no leaf.
     """
     check_run("decoder.loss_and_grad", declared, mesh, residual, remat, microbatches)
-    run = Run(residual=residual, remat=remat, dtype=None if dtype is None else jnp.dtype(dtype))
+    run = Run(residual=residual, remat=remat, dtype=float_dtype("decoder.loss_and_grad", dtype))
     parts = pipeline_gradients.Parts(
         stacks=("blocks",),
         enter=functools.partial(enter, run=run),

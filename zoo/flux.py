@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Num, jaxtyped
 from shardzoo.errors import fail_if
 from shardzoo.kernels.flash_attention.options import varying_like
 from shardzoo.zoo import layout
+from shardzoo.zoo.dtypes import float_dtype
 from shardzoo.zoo.families import Family, TraceSizes, register
 from shardzoo.zoo.flux_blocks import Rows, Run, ends_in_turn, rows_of, run_blocks, streams_dtype
 from shardzoo.zoo.flux_model import Config, Flux
@@ -96,7 +97,7 @@ def forward(
     layout.audit(declared, mesh)
     check_residual("flux.forward", residual)
     check_remat("flux.forward", remat)
-    run = Run(residual=residual, remat=remat, dtype=None if dtype is None else jnp.dtype(dtype))
+    run = Run(residual=residual, remat=remat, dtype=float_dtype("flux.forward", dtype))
 
     @jaxtyped(typechecker=beartype)
     def f(

@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Num, jaxtyped
 
 from shardzoo.errors import fail_if
 from shardzoo.zoo import layout
+from shardzoo.zoo.dtypes import float_dtype
 from shardzoo.zoo.families import Family, TraceSizes, register
 from shardzoo.zoo.flux2_model import Config, Flux2
 from shardzoo.zoo.flux_blocks import Run, ends_in_turn, run_blocks, streams_dtype
@@ -109,7 +110,7 @@ def forward(
     layout.audit(declared, mesh)
     check_residual("flux2.forward", residual)
     check_remat("flux2.forward", remat)
-    run = Run(residual=residual, remat=remat, dtype=None if dtype is None else jnp.dtype(dtype))
+    run = Run(residual=residual, remat=remat, dtype=float_dtype("flux2.forward", dtype))
     text_places = text_ids
 
     @jaxtyped(typechecker=beartype)

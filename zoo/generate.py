@@ -36,6 +36,7 @@ from shardzoo.zoo.attention import attention, cached_attention
 from shardzoo.zoo.cache import CACHE_SPECS, Cache, empty
 from shardzoo.zoo.decoder import gather_ends
 from shardzoo.zoo.decoder_model import Config, Decoder, window_of
+from shardzoo.zoo.dtypes import float_dtype
 from shardzoo.zoo.in_place import block_at
 from shardzoo.zoo.language_model import Host, no_tokens, pad, sequence_positions
 from shardzoo.zoo.mesh import CONTEXT, DATA, KV, PIPE, VOCAB
@@ -266,7 +267,7 @@ class _Programs:
     def __init__(self, declared: eqx.Module, mesh: Mesh | AbstractMesh, dtype: Any, engine: Engine):
         layout.audit(declared, mesh)
         self.declared, self.mesh, self.engine = declared, mesh, engine
-        self.dtype = None if dtype is None else jnp.dtype(dtype)
+        self.dtype = float_dtype("generate", dtype)
 
     def _shard(self, f: Callable, inputs: tuple, **options: Any) -> Callable:
         f = functools.partial(f, declared=self.declared, engine=self.engine, dtype=self.dtype, **options)

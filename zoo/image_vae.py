@@ -33,6 +33,7 @@ from jaxtyping import Array, Float, PRNGKeyArray, Shaped, UInt32, jaxtyped
 from shardzoo.errors import fail_if
 from shardzoo.zoo import layout
 from shardzoo.zoo.conv import SPLIT, Pointwise, on_mesh, pad_to_mesh
+from shardzoo.zoo.dtypes import float_dtype
 from shardzoo.zoo.families import Family, TraceSizes, register
 from shardzoo.zoo.image_vae_config import PRESETS, Config
 from shardzoo.zoo.image_vae_layers import Decoder, Encoder
@@ -225,8 +226,8 @@ def encode(
     """
     layout.audit(declared, mesh)
     check_remat("image_vae.encode", remat)
-    config = declared.config
-    dtype = declared.decoder.conv_in.weight.dtype if dtype is None else dtype
+    config, asked = declared.config, float_dtype("image_vae.encode", dtype)
+    dtype = declared.decoder.conv_in.weight.dtype if asked is None else asked
 
     def moments(model: Autoencoder, images: Array, height: int) -> Array:
         x = model.encoder(jnp.moveaxis(images, 1, -1), height, remat=remat)
@@ -287,8 +288,8 @@ def decode(
     """
     layout.audit(declared, mesh)
     check_remat("image_vae.decode", remat)
-    config = declared.config
-    dtype = declared.decoder.conv_in.weight.dtype if dtype is None else dtype
+    config, asked = declared.config, float_dtype("image_vae.decode", dtype)
+    dtype = declared.decoder.conv_in.weight.dtype if asked is None else asked
 
     def images(model: Autoencoder, latents: Array, height: int) -> Array:
         x = jnp.moveaxis(latents, 1, -1)

@@ -27,6 +27,7 @@ from jaxtyping import Array
 
 from shardzoo.errors import InputError, fail_if
 from shardzoo.kernels.flash_attention.options import manual_axes, varying_over
+from shardzoo.zoo.dtypes import float_dtype
 from shardzoo.zoo.mesh import KV, PIPE, REP, Degrees, kv_problem, traced_platform
 
 FLOAT32 = np.dtype("float32")
@@ -110,7 +111,7 @@ def specs(declared: Tree) -> Tree:
 
 def abstract(declared: Tree, mesh: Mesh | AbstractMesh, dtype: Any = None) -> Tree:
     """The abstract filling on `mesh`; `dtype` replaces the declared dtype of every floating-point leaf."""
-    declared = declared if dtype is None else astype(declared, dtype)
+    declared = astype(declared, dtype)
     return jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=p.sharding(mesh)), declared)
 
 
@@ -153,11 +154,12 @@ def _each(declared: Tree, change) -> Tree:
 
 
 def astype(declared: Tree, dtype: Any) -> Tree:
-    """The declaration with `dtype` for every floating-point leaf, but for values of quantized weights."""
+    """The declaration with `dtype`, unless None, for all floating-point leaves but values of quantized weights."""
+    asked = float_dtype("declare", dtype)
 
     def one(p: Param) -> Param:
-        casts = jax.numpy.issubdtype(p.dtype, np.floating) and not p.fixed
-        return dataclasses.replace(p, dtype=np.dtype(dtype)) if casts else p
+        casts = asked is not None and jax.numpy.issubdtype(p.dtype, np.floating) and not p.fixed
+        return dataclasses.replace(p, dtype=asked) if casts else p
 
     return _each(declared, one)
 

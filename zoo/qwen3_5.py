@@ -28,6 +28,7 @@ from shardzoo.zoo import delta_net, language_model, layout, pipeline, pipeline_g
 from shardzoo.zoo.attention import attention
 from shardzoo.zoo.decoder_model import Mlp
 from shardzoo.zoo.delta_net import DeltaNet
+from shardzoo.zoo.dtypes import float_dtype
 from shardzoo.zoo.families import Family, TraceSizes, register
 from shardzoo.zoo.language_model import (
     Forward,
@@ -303,7 +304,7 @@ def forward(
         InputError: the mesh does not fit the declaration; an unknown residual.
     """
     check_run("qwen3_5.forward", declared, mesh, residual, remat, microbatches)
-    run = Run(residual=residual, remat=remat, dtype=None if dtype is None else jnp.dtype(dtype))
+    run = Run(residual=residual, remat=remat, dtype=float_dtype("qwen3_5.forward", dtype))
 
     def one_device(model: Qwen35, microbatches: int, **inputs: Array) -> Float[Array, "batch seq vocab"]:
         return _forward(model, declared, dataclasses.replace(run, microbatches=microbatches), **inputs)
@@ -341,7 +342,7 @@ def loss_and_grad(
         InputError: as `forward`; quantized weights among the trainable ones; a pattern that matches no leaf.
     """
     check_run("qwen3_5.loss_and_grad", declared, mesh, residual, remat, microbatches)
-    run = Run(residual=residual, remat=remat, dtype=None if dtype is None else jnp.dtype(dtype))
+    run = Run(residual=residual, remat=remat, dtype=float_dtype("qwen3_5.loss_and_grad", dtype))
     parts = pipeline_gradients.Parts(
         stacks=("delta", "attn"),
         enter=functools.partial(enter, run=run),

@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Float, Int, Num, jaxtyped
 
 from shardzoo.errors import fail_if
 from shardzoo.zoo import layout
+from shardzoo.zoo.dtypes import float_dtype
 from shardzoo.zoo.families import Family, TraceSizes, register
 from shardzoo.zoo.flux_blocks import Rows, Run, ends_in_turn, rows_of, streams_dtype
 from shardzoo.zoo.joint_streams import Shares, everywhere, positions_rotary
@@ -109,7 +110,7 @@ def forward(
     layout.audit(declared, mesh)
     check_residual("qwen_image.forward", residual)
     check_remat("qwen_image.forward", remat)
-    run = Run(residual=residual, remat=remat, dtype=None if dtype is None else jnp.dtype(dtype))
+    run = Run(residual=residual, remat=remat, dtype=float_dtype("qwen_image.forward", dtype))
 
     @jaxtyped(typechecker=beartype)
     def f(

@@ -24,6 +24,7 @@ from jaxtyping import Array, Float, Int, jaxtyped
 from shardzoo.errors import fail_if, not_above_zero
 from shardzoo.zoo import layout
 from shardzoo.zoo.attention import attention
+from shardzoo.zoo.dtypes import float_dtype
 from shardzoo.zoo.families import TraceSizes
 from shardzoo.zoo.layers import ColumnLinear, LayerNorm, RMSNorm, RowLinear, own_share
 from shardzoo.zoo.layout import Param
@@ -211,7 +212,7 @@ def forward(declared: Tower, mesh: Mesh | AbstractMesh, name: str, *, remat: Rem
     """
     layout.audit(declared, mesh)
     check_remat(name, remat)
-    dtype = None if dtype is None else jnp.dtype(dtype)
+    dtype = float_dtype(name, dtype)
 
     @jaxtyped(typechecker=beartype)
     def f(model: Any, pixels: Float[Host, "seq pixels"], *, grids: Grids) -> Float[Array, "rows out"]:

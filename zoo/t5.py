@@ -30,6 +30,7 @@ from jaxtyping import Array, Bool, Float, Int, jaxtyped
 from shardzoo.errors import fail_if, not_above_zero
 from shardzoo.zoo import layout
 from shardzoo.zoo.attention import attention
+from shardzoo.zoo.dtypes import float_dtype
 from shardzoo.zoo.families import Family, TraceSizes, register
 from shardzoo.zoo.in_place import block_at
 from shardzoo.zoo.language_model import pad, sequence_positions
@@ -288,7 +289,7 @@ def forward(
     run = Run(
         residual=residual,
         remat=remat,
-        dtype=None if dtype is None else jnp.dtype(dtype),
+        dtype=float_dtype("t5.forward", dtype),
         zero_padding=zero_padded_to is not None,
         in_place=in_place,
     )

@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, Int, Num, Shaped, jaxtyped
 from shardzoo.errors import fail_if
 from shardzoo.zoo import layout
 from shardzoo.zoo.attention import attention
+from shardzoo.zoo.dtypes import float_dtype
 from shardzoo.zoo.families import Family, TraceSizes, register
 from shardzoo.zoo.layers import SEQ, Residual, own_share, pad
 from shardzoo.zoo.mesh import CONTEXT, DATA, TP
@@ -110,7 +111,7 @@ def forward(
     problems += [] if chunk >= 1 else [f"chunk={chunk} is not at least 1: change it"]
     fail_if(problems, "wan.forward")
     residual = residual if math.prod(mesh.shape[axis] for axis in TP) > 1 else "whole"  # one device: they are the same
-    run = Run(residual=residual, remat=remat, dtype=None if dtype is None else jnp.dtype(dtype), chunk=chunk)
+    run = Run(residual=residual, remat=remat, dtype=float_dtype("wan.forward", dtype), chunk=chunk)
 
     @jaxtyped(typechecker=beartype)
     def f(
@@ -197,7 +198,7 @@ def context(declared: Wan, mesh: Mesh | AbstractMesh, *, dtype: Any = None) -> C
         InputError: the mesh does not fit the declaration.
     """
     layout.audit(declared, mesh)
-    run = Run(dtype=None if dtype is None else jnp.dtype(dtype))
+    run = Run(dtype=float_dtype("wan.context", dtype))
 
     @jaxtyped(typechecker=beartype)
     def f(

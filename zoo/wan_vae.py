@@ -34,6 +34,7 @@ from jaxtyping import Array, Float, jaxtyped
 from shardzoo.errors import fail_if
 from shardzoo.zoo import layout
 from shardzoo.zoo.conv import SPLIT, Pointwise, on_mesh, pad_to_mesh
+from shardzoo.zoo.dtypes import float_dtype
 from shardzoo.zoo.families import Family, TraceSizes, register
 from shardzoo.zoo.mesh import DATA
 from shardzoo.zoo.remat import Remat, check_remat, rematerialised
@@ -145,7 +146,7 @@ def _encoding(config: Config, *, normalized: bool, dtype: Any, remat: Remat) -> 
         step=step,
         multiple=config.space_factor,
         height=lambda rows: rows // config.space_factor,
-        dtype=dtype,
+        dtype=float_dtype("wan_vae.encode", dtype),
         remat=remat,
     )
 
@@ -168,7 +169,7 @@ def _decoding(config: Config, *, normalized: bool, clamp: bool, dtype: Any, rema
         step=step,
         multiple=1,
         height=lambda rows: rows * config.space_factor,
-        dtype=dtype,
+        dtype=float_dtype("wan_vae.decode", dtype),
         remat=remat,
     )
 
