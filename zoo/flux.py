@@ -18,11 +18,11 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Float, Num, jaxtyped
 
 from shardzoo.errors import fail_if
-from shardzoo.kernels.flash_attention.options import varying_like
+from shardzoo.kernels.flash_attention.options import varying_over
 from shardzoo.zoo import layout
 from shardzoo.zoo.dtypes import float_dtype
 from shardzoo.zoo.families import Family, TraceSizes, register
-from shardzoo.zoo.flux_blocks import Rows, Run, ends_in_turn, rows_of, run_blocks, streams_dtype
+from shardzoo.zoo.flux_blocks import SUMMED, Rows, Run, ends_in_turn, rows_of, run_blocks, streams_dtype
 from shardzoo.zoo.flux_model import Config, Flux
 from shardzoo.zoo.joint_streams import Shares, Turns, positions_rotary
 from shardzoo.zoo.layers import Residual, SplitInputLinear, check_residual, pad
@@ -192,8 +192,9 @@ def modulations(
     live, split = of(model), of(declared)
     at_rest = [layer.bias for layer in (*live[0], *live[1])], [layer.bias for layer in (*split[0], *split[1])]
     condition, biases = layout.in_turn(condition, layout.gather_at_rest(*at_rest))
+    condition = varying_over(condition, SUMMED)
     single = partial(condition, live[1], split[1])
-    condition, single = layout.in_turn(varying_like(condition, single[0]), single)
+    condition, single = layout.in_turn(condition, single)
     sums = [*partial(condition, live[0], split[0]), *single, model.head.modulation.partial(condition)]
     sums = lax.psum(sums, TP)
     rows = [

@@ -27,7 +27,7 @@ from shardzoo.zoo.layers import (
     row_sum,
 )
 from shardzoo.zoo.layout import Param
-from shardzoo.zoo.mesh import TP
+from shardzoo.zoo.mesh import CONTEXT, TP
 from shardzoo.zoo.remat import Remat, rematerialised
 from shardzoo.zoo.rope import Rotary
 from shardzoo.zoo.video_tokens import rotate_pairs, sinusoid
@@ -68,6 +68,11 @@ class Sizes(Protocol):
     def out_channels(self) -> int: ...
     @property
     def eps(self) -> float: ...
+
+
+# What a condition varies over before the modulations of all blocks are made of it, each device's from its share of the
+# inputs and for its share of the tokens: backwards their sums are then one, after all loops.
+SUMMED = frozenset((*TP, CONTEXT))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -377,7 +382,7 @@ def ends_in_turn(condition: Array, model: Model, ends: tuple[str, ...]) -> tuple
     It comes from the modulations of all blocks, and so after all loops.
     """
     whole: Any = model  # a module, and so a dataclass
-    condition, those = layout.in_turn(condition, {name: getattr(whole, name) for name in ends})
+    condition, those = layout.in_turn(condition, {name: getattr(whole, name) for name in ends}, CONTEXT)
     return condition, dataclasses.replace(whole, **those)
 
 

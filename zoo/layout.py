@@ -283,17 +283,18 @@ def after(x: Array, *done: Array) -> Array:
     return jnp.where(never, jnp.zeros((), x.dtype), x)
 
 
-def in_turn(x: Tree, others: Other) -> tuple[Tree, Other]:
+def in_turn(x: Tree, others: Other, *split: str) -> tuple[Tree, Other]:
     """Both as they are; on CPUs gradients of `others` go on, to be summed over the mesh, once that of `x` is there.
 
     For what is used beside or behind loops that `x` goes into, such as the weights of a head: else their sums and the
     loops of the backward pass, with collectives in them, stand in no order (see `after`). TPUs and GPUs have one
     anyway. In the forward pass `x` waits for those of `others` that vary over no more mesh axes than it.
+    Axes in `split` are those that split what `others` are used on, and `x` not: sums over them wait as well.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if traced_platform() != "cpu" or mesh.size == 1:
         return x, others
-    axes = frozenset(axis for leaf in jax.tree.leaves(x) for axis in manual_axes(leaf))
+    axes = frozenset(split).union(*(manual_axes(leaf) for leaf in jax.tree.leaves(x)))
     leaves, form = jax.tree.flatten(varying_over(others, axes))
     x, leaves = _in_turn(x, leaves)
     return x, jax.tree.unflatten(form, leaves)

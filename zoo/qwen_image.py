@@ -18,10 +18,11 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Bool, Float, Int, Num, jaxtyped
 
 from shardzoo.errors import fail_if
+from shardzoo.kernels.flash_attention.options import varying_over
 from shardzoo.zoo import layout
 from shardzoo.zoo.dtypes import float_dtype
 from shardzoo.zoo.families import Family, TraceSizes, register
-from shardzoo.zoo.flux_blocks import Rows, Run, ends_in_turn, rows_of, streams_dtype
+from shardzoo.zoo.flux_blocks import SUMMED, Rows, Run, ends_in_turn, rows_of, streams_dtype
 from shardzoo.zoo.joint_streams import Shares, everywhere, positions_rotary
 from shardzoo.zoo.layers import Residual, check_residual, pad
 from shardzoo.zoo.mesh import CONTEXT, DATA, TP
@@ -232,6 +233,7 @@ def modulations(
     live, split = ((tree.double.text.modulation, tree.double.image.modulation) for tree in (model, declared))
     biases = layout.gather_at_rest([layer.bias for layer in live], [layer.bias for layer in split])
     condition, biases = layout.in_turn(condition, biases)
+    condition = varying_over(condition, SUMMED)
     now = condition[:batch]
 
     def body(_, layers):

@@ -6,12 +6,12 @@ import inspect
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny_families import TINY
 
 from shardzoo import zoo
 from shardzoo.errors import InputError
 from shardzoo.zoo import generate
 from shardzoo.zoo.families import MODULES
-from tests.support.tiny_families import TINY
 
 OPTIONS = ("forward", "loss_and_grad", "context", "encode", "decode", "encode_stream", "decode_stream")
 FUNCTIONS = [

@@ -24,8 +24,6 @@ MESHES = [
     (dict(data=2, context=2, tensor=2), [DATA]),
     (dict(data=2, context=4), [DATA, "context"]),
 ]
-# A sum of the conditions' gradient beside the loop over modulations, and those of the ends' over `context`.
-KNOWN = {"qwen-image": [pytest.mark.xfail(reason="one or two pairs are left")]}
 QUICK = [("windows", MESHES[1])]
 
 
@@ -47,7 +45,7 @@ def cases():
     for name in CONFIGS:
         for mesh in MESHES:
             marks = [] if (name, mesh) in QUICK else [pytest.mark.slow]
-            yield pytest.param(name, *mesh, marks=marks + KNOWN.get(name, []), id=f"{name}-{mesh[0]}")
+            yield pytest.param(name, *mesh, marks=marks, id=f"{name}-{mesh[0]}")
 
 
 @pytest.mark.parametrize("name, degrees, axes", list(cases()))
