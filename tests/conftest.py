@@ -1,6 +1,7 @@
 """Eight CPU devices, and every annotated function of the package checked by jaxtyping and beartype."""
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,10 @@ import pytest
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # Jobs that a shell starts in the background ignore Ctrl-C, and so would all that tests start and interrupt.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from jaxtyping import install_import_hook
 
