@@ -92,6 +92,8 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace DST, once 
 Family = Annotated[
     str | None, typer.Option(help="Family, when it cannot be told from config and keys.", show_default=False)
 ]
+MOST_TOKENS, MOST_CELLS = 2**24, 2**16  # of what is traced: more is a slip of the finger
+Batch = Annotated[int, typer.Option(min=1, max=MOST_CELLS, help="Rows of the input.")]
 Component = Annotated[
     list[str] | None,
     typer.Option(
@@ -117,8 +119,12 @@ Quantize = Annotated[
         show_default=False,
     ),
 ]  # fmt: skip
-MOST_TOKENS, MOST_CELLS = 2**24, 2**16  # of what is traced: more is a slip of the finger
 MESH_HELP = "How to split: data, pipe, context, tensor, e.g. context=2,tensor=4."
+
+
+def _size(help: str, default: str, most: int = MOST_CELLS) -> Any:
+    """Option for a size of the inputs; the command fills in the default, to know which sizes were given."""
+    return typer.Option(min=1, max=most, help=help, show_default=default)
 
 
 def _version(wanted: bool) -> bool:
@@ -263,19 +269,11 @@ def audit(
             show_default=False,
         ),
     ] = None,
-    batch: Annotated[int, typer.Option(min=1, max=MOST_CELLS, help="Rows of the input.")] = 1,
-    tokens: Annotated[
-        int | None, typer.Option(min=1, max=MOST_TOKENS, help="Length of each row of text.", show_default="4096")
-    ] = None,
-    frames: Annotated[
-        int | None, typer.Option(min=1, max=MOST_CELLS, help="Length of a video.", show_default="81")
-    ] = None,
-    height: Annotated[
-        int | None, typer.Option(min=1, max=MOST_CELLS, help="Of images and videos, in pixels.", show_default="480")
-    ] = None,
-    width: Annotated[
-        int | None, typer.Option(min=1, max=MOST_CELLS, help="Of images and videos, in pixels.", show_default="832")
-    ] = None,
+    batch: Batch = 1,
+    tokens: Annotated[int | None, _size("Length of each row of text.", "4096", MOST_TOKENS)] = None,
+    frames: Annotated[int | None, _size("Length of a video.", "81")] = None,
+    height: Annotated[int | None, _size("Of images and videos, in pixels.", "480")] = None,
+    width: Annotated[int | None, _size("Of images and videos, in pixels.", "832")] = None,
     dtype: Annotated[
         Any,
         typer.Option(parser=options.parse_dtype, metavar="DTYPE", help="Of the weights, for all but the verdict."),
@@ -350,19 +348,11 @@ def measure(
     target: Annotated[str, typer.Argument(metavar="TARGET", help="Preset FAMILY/NAME, checkpoint, or PyTorch source.")],
     mesh: Annotated[Any, typer.Option(parser=options.parse_mesh, metavar="MESH", help=MESH_HELP)] = "one",
     steps: Annotated[int, typer.Option(min=1, max=1000, help="How many are measured.")] = 5,
-    batch: Annotated[int, typer.Option(min=1, max=MOST_CELLS, help="Rows of the input.")] = 1,
-    tokens: Annotated[
-        int | None, typer.Option(min=1, max=MOST_TOKENS, help="Length of each row of text.", show_default="512")
-    ] = None,
-    frames: Annotated[
-        int | None, typer.Option(min=1, max=MOST_CELLS, help="Length of a video.", show_default="5")
-    ] = None,
-    height: Annotated[
-        int | None, typer.Option(min=1, max=MOST_CELLS, help="Of images and videos, in pixels.", show_default="256")
-    ] = None,
-    width: Annotated[
-        int | None, typer.Option(min=1, max=MOST_CELLS, help="Of images and videos, in pixels.", show_default="256")
-    ] = None,
+    batch: Batch = 1,
+    tokens: Annotated[int | None, _size("Length of each row of text.", "512", MOST_TOKENS)] = None,
+    frames: Annotated[int | None, _size("Length of a video.", "5")] = None,
+    height: Annotated[int | None, _size("Of images and videos, in pixels.", "256")] = None,
+    width: Annotated[int | None, _size("Of images and videos, in pixels.", "256")] = None,
     dtype: Annotated[
         Any, typer.Option(parser=options.parse_dtype, metavar="DTYPE", help="Of weights and activations.")
     ] = "bfloat16",
