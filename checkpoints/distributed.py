@@ -10,6 +10,7 @@ import itertools
 import json
 import socket
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -191,14 +192,48 @@ def _timeout(what: str, late: list[int], timeout: float) -> ProcessTimeout:
     )
 
 
-def agree(what: str, problem: str | None, *, timeout: float | int = TIMEOUT, lane: str = "main") -> None:
+def agree(
+    what: str, problem: str | None, *, at: object = "", timeout: float | int = TIMEOUT, lane: str = "main"
+) -> None:
     """Waits for all processes and fails on every one if any has a problem.
+
+    Args:
+        at: where, for the message alone: the same thing may lie at another path for each process.
 
     Raises:
         InputError: what went wrong, on which processes.
         ProcessTimeout: a process did not arrive in time.
     """
-    fail_together(what, share(what, problem, timeout=timeout, lane=lane))
+    fail_together(f"{what} {at}".rstrip(), share(what, problem, timeout=timeout, lane=lane))
+
+
+@contextlib.contextmanager
+def together(what: str, at: object = "", *, timeout: float | int = TIMEOUT) -> Iterator[dict[str, str]]:
+    """Of what every process does for itself: an `InputError` on one of them is raised on all, none goes on alone.
+
+    The body is given a dict: what it puts there has to be the same on every process.
+
+    Raises:
+        InputError: what went wrong, on which processes, or what is not the same on all.
+        ProcessTimeout: a process did not arrive in time.
+    """
+    problem: str | None = None
+    alike: dict[str, str] = {}
+    try:
+        yield alike
+    except InputError as error:
+        if jax.process_count() == 1:
+            raise
+        problem = str(error)
+    parts = share(what, [problem, alike], timeout=timeout)
+    fail_together(f"{what} {at}".rstrip(), [text for text, _ in parts])
+    for name, value in parts[0][1].items():
+        others = [p for p, (_, given) in enumerate(parts) if given.get(name) != value]
+        if others:
+            raise InputError(
+                f"{what} {at}: {name} on process {', '.join(map(str, others))} is not that on process 0:"
+                " give all of them the same"
+            )
 
 
 def fail_together(what: str, problems: list[str | None]) -> None:

@@ -55,31 +55,35 @@ def restore_orbax(
             dtypes, a mesh that does not fit, patterns that match nothing: all in one message, before a value is read.
         distributed.ProcessTimeout: another process did not finish in time.
     """
-    dtype, root = float_dtype("restore_orbax", dtype), Path(path).absolute()
-    item, tree = _stored(root, item)
-    stored = _leaves(tree)
-    chosen, problems = _matches(named(declared), mapping, stored)
-    problems += _misfits(named(declared), chosen, stored, cast=dtype is not None)
-    try:
-        audit(declared, mesh)
-    except InputError as error:
-        problems.append(str(error))
-    fail_if(problems, f"{root}: does not hold the declared model")
+    root = Path(path).absolute()
     params: dict[str, Param] = named(declared)
     targets: dict[tuple[str, ...], list] = collections.defaultdict(list)
-    for leaf, source in chosen.items():
-        param = params[leaf]
-        wanted = dtype if dtype is not None and _is_float(param.dtype) else param.dtype
-        target = jax.ShapeDtypeStruct(param.shape, wanted, sharding=param.sharding(mesh))
-        targets[source].append((leaf, target))
-    check_wide({leaf: target.dtype for wanted in targets.values() for leaf, target in wanted})
-    problem, live = None, {}
-    with jax.set_mesh(None):  # Orbax's work is refused under the caller's mesh
+    with distributed.together("restore", root, timeout=timeout):
+        dtype = float_dtype("restore_orbax", dtype)
+        item, tree = _stored(root, item)
+        stored = _leaves(tree)
+        chosen, problems = _matches(params, mapping, stored)
+        problems += _misfits(params, chosen, stored, cast=dtype is not None)
+        try:
+            audit(declared, mesh)
+        except InputError as error:
+            problems.append(str(error))
+        fail_if(problems, f"{root}: does not hold the declared model")
+        for leaf, source in chosen.items():
+            param = params[leaf]
+            wanted = dtype if dtype is not None and _is_float(param.dtype) else param.dtype
+            target = jax.ShapeDtypeStruct(param.shape, wanted, sharding=param.sharding(mesh))
+            targets[source].append((leaf, target))
+        check_wide({leaf: target.dtype for wanted in targets.values() for leaf, target in wanted})
+    live: dict[str, Array] = {}
+    with jax.set_mesh(None), distributed.together("restore", root, timeout=timeout):  # refused under the caller's mesh
         try:
             live = _read(root, item, tree, targets)
         except (ValueError, OSError, KeyError) as error:
-            problem = f"cannot be read ({str(error).splitlines()[0][:400]}): get the checkpoint again"
-        distributed.agree(f"restore {root}", problem, timeout=timeout)
+            if isinstance(error, InputError):
+                raise
+            text = str(error).splitlines()[0][:400]
+            raise InputError(f"cannot be read ({text}): get the checkpoint again") from error
     return fill(declared, {**named(declared), **live})
 
 

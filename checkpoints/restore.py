@@ -22,7 +22,7 @@ from shardzoo.checkpoints import distributed, store, sums
 from shardzoo.checkpoints.checkpoint import Checkpoint, damage
 from shardzoo.checkpoints.checkpoint import open as open_checkpoint
 from shardzoo.checkpoints.grid import Block
-from shardzoo.checkpoints.manifest import Leaf
+from shardzoo.checkpoints.manifest import Leaf, canonical, sha256
 from shardzoo.checkpoints.quantizing import Made, QuantizedWeight, finish, weights_to_quantize
 from shardzoo.errors import InputError, fail_if
 from shardzoo.zoo import quantize as quantization
@@ -73,38 +73,48 @@ def restore(
             missing or damaged files. Every problem of a kind in one message; on every process alike.
         distributed.ProcessTimeout: another process did not finish in time.
     """
-    dtype = float_dtype("restore", dtype)
-    ckpt = path if isinstance(path, Checkpoint) else open_checkpoint(path)
-    if part and verify:
-        raise InputError("restore: verify=True compares whole leaves, and part=True reads parts: leave out one of them")
-    if quantize and verify:
-        raise InputError("restore: verify=True compares stored values, quantize= makes others: leave out one of them")
-    declared = _declaration(ckpt, declared, family, dtype, part)
-    declared = declared if quantize is None else _quantized(ckpt, declared, quantize, dtype)
-    audit(declared, mesh)
-    chosen = _choose(declared, include)
-    made = {} if quantize is None else weights_to_quantize(ckpt, named(declared))
-    stored = {p: q.dtype if p in made else ckpt.leaf(p).spec.dtype for p, q in chosen.items()}
-    target = {p: stored[p] if p in made or q.fixed else _target_dtype(stored[p], dtype) for p, q in chosen.items()}
-    read_as = stored if verify else target
-    check_wide(read_as)
-    problem, live = None, {}
+    where = path.path if isinstance(path, Checkpoint) else path
+    with distributed.together("restore", where, timeout=timeout) as alike:
+        dtype = float_dtype("restore", dtype)
+        ckpt = path if isinstance(path, Checkpoint) else open_checkpoint(path)
+        _refuse_contradictions(verify=verify, part=part, quantize=quantize)
+        declared = _declaration(ckpt, declared, family, dtype, part)
+        declared = declared if quantize is None else _quantized(ckpt, declared, quantize, dtype)
+        audit(declared, mesh)
+        chosen = _choose(declared, include)
+        made = {} if quantize is None else weights_to_quantize(ckpt, named(declared))
+        stored = {p: q.dtype if p in made else ckpt.leaf(p).spec.dtype for p, q in chosen.items()}
+        target = {p: stored[p] if p in made or q.fixed else _target_dtype(stored[p], dtype) for p, q in chosen.items()}
+        read_as = stored if verify else target
+        check_wide(read_as)
+        alike["what is restored"] = _identity(ckpt, chosen, target)
+    live: dict[str, Array] = {}
     with jax.set_mesh(None):  # work on single devices is refused under the caller's mesh
-        try:
-            shapes, shardings = (
-                {p: q.shape for p, q in chosen.items()},
-                {p: q.sharding(mesh) for p, q in chosen.items()},
-            )
-            live = read_leaves(ckpt, shapes, shardings, read_as, budget, made)
-        except InputError as error:
-            problem = str(error)
-        finally:
-            finish(made)
-        distributed.agree(f"restore {ckpt.path}", problem, timeout=timeout)
+        with distributed.together("restore", where, timeout=timeout):
+            try:
+                shapes = {p: q.shape for p, q in chosen.items()}
+                shardings = {p: q.sharding(mesh) for p, q in chosen.items()}
+                live = read_leaves(ckpt, shapes, shardings, read_as, budget, made)
+            finally:
+                finish(made)
         if verify:
             _compare_checksums(ckpt, live, timeout)
             live = {p: _cast(a, target[p]) for p, a in live.items()}
     return fill(declared, {**named(declared), **live})
+
+
+def _refuse_contradictions(*, verify: bool, part: bool, quantize: str | None) -> None:
+    if part and verify:
+        raise InputError("restore: verify=True compares whole leaves, and part=True reads parts: leave out one of them")
+    if quantize and verify:
+        raise InputError("restore: verify=True compares stored values, quantize= makes others: leave out one of them")
+
+
+def _identity(ckpt: Checkpoint, chosen: Mapping[str, Param], dtypes: Mapping[str, np.dtype]) -> str:
+    """Digest of what is read and of what becomes of it: processes that differ there would hold parts of two models."""
+    read = {path: leaf.checksum for path, leaf in ckpt.manifest.leaves.items()}
+    become = {path: [list(param.shape), dtypes[path].name] for path, param in chosen.items()}
+    return sha256(canonical([read, become]))
 
 
 def _declaration(ckpt: Checkpoint, declared: Any, family: str | None, dtype: Any, part: bool) -> Any:

@@ -73,10 +73,12 @@ def save(
         distributed.ProcessTimeout: a process died or fell behind.
     """
     dst = Path(path)
-    leaves = live_leaves(model, declared)
-    header = header or header_of(model, declared, source)
-    aside = source.manifest.carried if source else {}
-    placed = _place(leaves, declared, {key: leaf.spec for key, leaf in aside.items()})
+    with distributed.together("save", dst, timeout=timeout) as alike:
+        leaves = live_leaves(model, declared)
+        header = header or header_of(model, declared, source)
+        aside = source.manifest.carried if source else {}
+        placed = _place(leaves, declared, {key: leaf.spec for key, leaf in aside.items()})
+        alike["the path"] = str(dst)
     token = distributed.share("save", uuid.uuid4().hex, timeout=timeout)[0]
     staging, root = _stage(dst, token, placed, timeout)
     try:
@@ -87,12 +89,12 @@ def save(
         finally:
             writer.drain()
         parts = distributed.share("save: written", mine, timeout=timeout)
-        distributed.agree(f"save {dst}", problem, timeout=timeout)
+        distributed.agree("save", problem, at=dst, timeout=timeout)
         problem = None
         if staging:
             finished, problem = put_together(placed, parts, provenance_of(source))
             problem = problem or _publish(staging, placed, finished, header, _assets(source, assets), sync)
-        distributed.agree(f"save {dst}", problem, timeout=timeout)
+        distributed.agree("save", problem, at=dst, timeout=timeout)
     finally:
         if staging:
             staging.discard()
@@ -163,11 +165,11 @@ def _stage(dst: Path, token: str, placed: Placed, timeout: float) -> tuple[Stagi
         except InputError as error:
             problem = str(error)
     try:
-        distributed.agree(f"save {dst}", problem, timeout=timeout)
+        distributed.agree("save", problem, at=dst, timeout=timeout)
         root = distributed.share("save: folder", root, timeout=timeout)[0]
         seen = Path(root).is_dir()
         lost = None if seen else f"{root}: not seen here: save to a file system that every process shares"
-        distributed.agree(f"save {dst}", lost, timeout=timeout)
+        distributed.agree("save", lost, at=dst, timeout=timeout)
     except BaseException:
         if staging:
             staging.discard()

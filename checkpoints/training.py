@@ -22,6 +22,7 @@ import shutil
 import signal
 import threading
 import time
+import uuid
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -146,26 +147,32 @@ class Training:
 
     def _begin(self) -> None:
         """Takes the folder, and removes what a killed run has left in it."""
-        problem = None
-        if jax.process_index() == 0:
-            try:
-                if (self.folder / CHECKPOINT_METADATA).exists():
-                    raise InputError(f"{self.folder}: is a checkpoint itself: give the folder of a run, or a new one")
-                self.folder.mkdir(parents=True, exist_ok=True)
-                self._take_lock()
-                self._remove_unfinished()
-            except InputError as error:
-                problem = str(error)
-            except OSError as error:
-                problem = str(storage_error(str(self.folder), error, self.folder))
+        mark = self.folder / f"{uuid.uuid4().hex}{STAGING_SUFFIX}"  # seen by every process that has the same folder
         try:
-            distributed.agree(f"run {self.folder}", problem, timeout=self._timeout)
-            seen = self.folder.is_dir()
-            lost = None if seen else f"{self.folder}: not seen here: use a file system that every process shares"
-            distributed.agree(f"run {self.folder}", lost, timeout=self._timeout)
+            with distributed.together("run", self.folder, timeout=self._timeout):
+                if jax.process_index() == 0:
+                    self._take(mark)
+            mark = self.folder / distributed.share("run: mark", mark.name, timeout=self._timeout)[0]
+            lost = (
+                None if mark.is_dir() else f"{self.folder}: not seen here: use a file system that every process shares"
+            )
+            distributed.agree("run", lost, at=self.folder, timeout=self._timeout)
+            if jax.process_index() == 0:
+                mark.rmdir()
         except BaseException:
             self._let_go()
             raise
+
+    def _take(self, mark: Path) -> None:
+        try:
+            if (self.folder / CHECKPOINT_METADATA).exists():
+                raise InputError(f"{self.folder}: is a checkpoint itself: give the folder of a run, or a new one")
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._take_lock()
+            self._remove_unfinished()
+            mark.mkdir()
+        except OSError as error:
+            raise storage_error(str(self.folder), error, self.folder) from error
 
     def _remove_unfinished(self) -> None:
         """Removes what is not a whole step; nobody else is at work in the folder."""

@@ -56,11 +56,13 @@ def restore_state(
             missing or damaged files.
         distributed.ProcessTimeout: another process did not finish in time.
     """
-    training = training_of(ckpt)
     allowed = set(changes)
-    fail_if(_problems(ckpt, run, allowed), f"{ckpt.path}: does not hold this run's state")
-    kept = _kept_state(ckpt.manifest.opt_state, run, training, allowed)
-    wanted = {**named(run.declared), **{PREFIX + path: param for path, param in kept.items()}}
+    with distributed.together("restore", ckpt.path, timeout=timeout):
+        training = training_of(ckpt)
+        fail_if(_problems(ckpt, run, allowed), f"{ckpt.path}: does not hold this run's state")
+        kept = _kept_state(ckpt.manifest.opt_state, run, training, allowed)
+        wanted = {**named(run.declared), **{PREFIX + path: param for path, param in kept.items()}}
+        check_wide({path: param.dtype for path, param in wanted.items()})
     live = _read(ckpt, run.mesh, wanted, budget, timeout)
     model = fill(run.declared, {path: live[path] for path in named(run.declared)})
     return TrainingState(
@@ -145,17 +147,13 @@ def _read(
     ckpt: Checkpoint, mesh: Mesh, wanted: Mapping[str, Param], budget: int, timeout: float | int
 ) -> dict[str, Array]:
     """The leaves in their declared dtypes, on every process or on none."""
-    check_wide({path: param.dtype for path, param in wanted.items()})
-    problem, live = None, {}
-    with jax.set_mesh(None):  # work on single devices is refused under the caller's mesh
-        try:
-            shapes = {path: param.shape for path, param in wanted.items()}
-            shardings = {path: param.sharding(mesh) for path, param in wanted.items()}
-            dtypes = {path: param.dtype for path, param in wanted.items()}
-            live = read_leaves(ckpt, shapes, shardings, dtypes, budget, {})
-        except InputError as error:
-            problem = str(error)
-        distributed.agree(f"restore {ckpt.path}", problem, timeout=timeout)
+    live: dict[str, Array] = {}
+    # Work on single devices is refused under the caller's mesh.
+    with jax.set_mesh(None), distributed.together("restore", ckpt.path, timeout=timeout):
+        shapes = {path: param.shape for path, param in wanted.items()}
+        shardings = {path: param.sharding(mesh) for path, param in wanted.items()}
+        dtypes = {path: param.dtype for path, param in wanted.items()}
+        live = read_leaves(ckpt, shapes, shardings, dtypes, budget, {})
     return live
 
 

@@ -8,7 +8,8 @@ import time
 
 import jax
 import numpy as np
-import toy_checkpoints  # noqa: F401 (registers the family)
+import optax
+import toy_checkpoints
 
 from shardzoo import checkpoints
 from shardzoo.checkpoints import distributed
@@ -81,9 +82,24 @@ def one_fails_to_save(path, to, degrees, process):
     return save_errors(path, to, degrees)
 
 
-def restore_errors(path, degrees):
+def errors_apart(cases, degrees, folders):
+    """The message that each restore gives here, and that of a run; what is given is a list with one for each process.
+
+    Each is at once: nobody waits for a process that has failed.
+    """
+    me, mesh = jax.process_index(), make_mesh(**degrees)
+    declared = toy_checkpoints.Toy.declare(toy_checkpoints.ToyConfig())
+    restores = [
+        lambda paths=paths, dtypes=dtypes: checkpoints.restore(paths[me], mesh, dtype=dtypes[me], timeout=30)
+        for paths, dtypes in cases
+    ]
+    run = lambda: checkpoints.Training(folders[me], declared, optax.sgd(0.1), mesh, timeout=30)  # noqa: E731
+    return [error_of(attempt) for attempt in (*restores, run)]
+
+
+def error_of(attempt):
     try:
-        checkpoints.restore(path, make_mesh(**degrees), timeout=60)
+        attempt()
     except ValueError as error:
         return [type(error).__name__, str(error)]
     return None

@@ -79,13 +79,38 @@ def test_every_process_gets_the_error_of_one(saved, tmp_path):
         workers.save_errors, {"path": saved[0], "to": str(tmp_path / "there"), "degrees": {"tensor": 4, "data": 2}}
     ):
         assert kind == "InputError" and "there: exists already" in text
-    copy = tmp_path / "copy"
-    shutil.copytree(saved[0], copy)
+
+
+def test_processes_that_are_given_different_things(saved, tmp_path):
+    """Nobody waits for one that has failed, and none goes on with parts of two models."""
+    copy, (whole, _) = tmp_path / "copy", saved
+    shutil.copytree(whole, copy)
     data = bytearray((copy / "params/embed/c/0/0").read_bytes())
     data[100] ^= 1
     (copy / "params/embed/c/0/0").write_bytes(data)
-    for kind, text in run(workers.restore_errors, {"path": str(copy), "degrees": {"tensor": 8, "kv_heads": 4}}):
-        assert kind == "InputError" and "process 0: embed: " in text and "process 1" not in text
+    none, other, same = (str(tmp_path / name) for name in ("none", "other", "same"))
+    toy.write(Path(other), LARGER, seed=1)
+    shutil.copytree(whole, same)
+    plain = [None, None]
+    cases = [
+        ([str(copy), str(copy)], plain),
+        ([whole, none], plain),
+        ([none, whole], plain),
+        ([whole, other], plain),
+        ([whole, whole], ["float32", "bfloat16"]),
+        ([whole, same], plain),  # of disks of their own: the same model at another path
+    ]
+    (tmp_path / "b").mkdir()  # a run's folder that is there already, on a disk that the first process does not see
+    arguments = {"cases": cases, "folders": [str(tmp_path / "a"), str(tmp_path / "b")]}
+    for found in run(workers.errors_apart, {**arguments, "degrees": {"tensor": 8, "kv_heads": 4}}):
+        assert found.pop(-2) is None and {kind for kind, _ in found} == {"InputError"}
+        damaged, lacks, lacks_first, values, options, folder = (text for _, text in found)
+        assert "process 0: embed: " in damaged and "process 1" not in damaged
+        assert f"process 1: {none}: there is no such folder" in lacks and "process 0: " not in lacks
+        assert f"process 0: {none}: there is no such folder" in lacks_first and "process 1: " not in lacks_first
+        assert "what is restored on process 1 is not that on process 0" in values
+        assert "what is restored on process 1 is not that on process 0" in options
+        assert "process 1: " in folder and "b: not seen here: use a file system that every process shares" in folder
 
 
 @pytest.mark.parametrize("process", [0, 1])
