@@ -145,12 +145,11 @@ def forward(
             )
         given = {"ids": ids} if mask is None else {"ids": ids, "mask": mask}
         arrays = {name: pad(jnp.asarray(x), 0, mesh.shape[DATA]) for name, x in given.items()}
-        shard = jax.shard_map(
+        shard = layout.sharded(
             lambda model, arrays: _forward(model, declared, hidden_state, run, dtype, **arrays),
-            mesh=mesh,
-            in_specs=(layout.specs(declared), dict.fromkeys(arrays, P(DATA))),
-            out_specs=P(DATA),
-            check_vma=True,
+            mesh,
+            (layout.specs(declared), dict.fromkeys(arrays, P(DATA))),
+            P(DATA),
         )
         return shard(model, arrays)[:batch]
 

@@ -157,12 +157,11 @@ def forward(
     config = declared.config
     layers = blocks_to_run("clip_vision.forward", hidden_state, ("pooled",), config.layers)
     dtype = float_dtype("clip_vision.forward", dtype)
-    shard = jax.shard_map(
+    shard = layout.sharded(
         lambda model, pixels: _forward(model, declared, pixels, layers, hidden_state == "pooled", dtype),
-        mesh=mesh,
-        in_specs=(layout.specs(declared), P(DATA)),
-        out_specs=P(DATA),
-        check_vma=True,
+        mesh,
+        (layout.specs(declared), P(DATA)),
+        P(DATA),
     )
 
     @jaxtyped(typechecker=beartype)

@@ -46,9 +46,7 @@ def on_mesh(
         whole = layout.gather_at_rest(model, declared)
         return call(varying_over(whole, frozenset({DATA, *SPLIT})), *arrays)
 
-    return jax.shard_map(
-        body, mesh=mesh, in_specs=(layout.specs(declared), *in_specs), out_specs=out_specs, check_vma=True
-    )
+    return layout.sharded(body, mesh, (layout.specs(declared), *in_specs), out_specs)
 
 
 def pad_to_mesh(x: Array, mesh: Mesh | AbstractMesh, rows: int, multiple: int = 1) -> Array:
@@ -253,7 +251,7 @@ class ChannelNorm(eqx.Module):
         return cls(weight=Param("channels", (channels,)))
 
     def __call__(self, x: Float[Array, "*lead channels"]) -> Float[Array, "*lead channels"]:
-        wide = x.astype(jnp.promote_types(jnp.float32, x.dtype))
+        wide = x.astype(np.promote_types(np.float32, x.dtype))
         square = jnp.sum(jnp.square(wide), axis=-1, keepdims=True)
         unit = wide * lax.rsqrt(jnp.maximum(square, 1e-24))
         return unit.astype(x.dtype) * (x.shape[-1] ** 0.5 * self.weight).astype(x.dtype)
@@ -277,7 +275,7 @@ class GroupNorm(eqx.Module):
     def __call__(
         self, x: Float[Array, "batch rows width channels"], height: int
     ) -> Float[Array, "batch rows width channels"]:
-        wide = x.astype(jnp.promote_types(jnp.float32, x.dtype))
+        wide = x.astype(np.promote_types(np.float32, x.dtype))
         mean, variance = self.moments(wide, height)
         scale = self.spread(lax.rsqrt(variance + self.eps)) * self.weight.astype(wide.dtype)
         shift = self.bias.astype(wide.dtype) - self.spread(mean) * scale
@@ -307,7 +305,7 @@ class GroupNorm(eqx.Module):
         parts = lax.all_gather(jnp.stack([mean, square]), SPLIT) if ways > 1 else jnp.stack([mean, square])[None]
         share = jnp.asarray(counts / counts.sum(), x.dtype)[:, None, None]
         mean = (parts[:, 0] * share).sum(0)
-        variance = (parts[:, 1] / counts.sum() + jnp.square(parts[:, 0] - mean) * share).sum(0)
+        variance = (parts[:, 1] / float(counts.sum()) + jnp.square(parts[:, 0] - mean) * share).sum(0)
         return mean, variance
 
 

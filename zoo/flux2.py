@@ -130,12 +130,11 @@ def forward(
         given = {"image": image, "text": text, "timesteps": timesteps, "guidance": guidance}
         arrays = {k: pad(jnp.asarray(v), 0, mesh.shape[DATA]) for k, v in given.items() if v is not None}
         places = tuple(positions_rotary(ids, config.axes, config.theta) for ids in (text_ids, image_ids))
-        shard = jax.shard_map(
+        shard = layout.sharded(
             lambda model, arrays: _forward(model, declared, run, places, **arrays),
-            mesh=mesh,
-            in_specs=(layout.specs(declared), P(DATA)),
-            out_specs=P(DATA),
-            check_vma=True,
+            mesh,
+            (layout.specs(declared), P(DATA)),
+            P(DATA),
         )
         return shard(model, arrays)[:batch]
 

@@ -194,7 +194,7 @@ def _take(state: State, cache: Any, token: Int[Array, " batch"], stop_ids: Int[A
         done=done,
         running=_any(~done),
         tokens=lax.dynamic_update_slice_in_dim(state.tokens, token[:, None], state.step, 1),
-        lengths=state.lengths + ~state.done,
+        lengths=state.lengths + (~state.done).astype(jnp.int32),
     )
 
 
@@ -272,7 +272,7 @@ class _Programs:
     def _shard(self, f: Callable, inputs: tuple, **options: Any) -> Callable:
         f = functools.partial(f, declared=self.declared, engine=self.engine, dtype=self.dtype, **options)
         specs = (layout.specs(self.declared), *inputs)
-        return jax.shard_map(f, mesh=self.mesh, in_specs=specs, out_specs=self.engine.state_specs, check_vma=True)
+        return layout.sharded(f, self.mesh, specs, self.engine.state_specs)
 
     def start(
         self, model, tokens, lengths, key, stop_ids, beside=MappingProxyType({}), *, sampling: Sampling, new: int

@@ -96,8 +96,8 @@ class Posterior(NamedTuple):
 
     def sample(self, key: Key) -> Float[Array, "batch channels height width"]:
         """Latents drawn from it; the likeliest ones are `mean`."""
-        noise = jax.random.normal(key, self.mean.shape, jnp.promote_types(jnp.float32, self.mean.dtype))
-        return self.mean + (jnp.exp(0.5 * self.log_variance) * noise).astype(self.mean.dtype)
+        noise = jax.random.normal(key, self.mean.shape, np.promote_types(np.float32, self.mean.dtype))
+        return self.mean + (jnp.exp(0.5 * self.log_variance).astype(noise.dtype) * noise).astype(self.mean.dtype)
 
 
 @jaxtyped(typechecker=beartype)
@@ -158,7 +158,7 @@ def units(model: Autoencoder, height: int, width: int) -> tuple[Array, Array]:
         shape = (c.latent_channels, c.patch, c.patch)
         return jnp.tile(of_patch.reshape(shape), (1, height // c.patch, width // c.patch))
 
-    wide = jnp.promote_types(jnp.float32, model.statistics.mean.dtype)
+    wide = np.promote_types(np.float32, model.statistics.mean.dtype)
     mean, variance = model.statistics.mean.astype(wide), model.statistics.variance.astype(wide)
     return spread(mean), spread(jnp.sqrt(variance + c.statistics_eps))
 
@@ -177,7 +177,8 @@ def normalize(
     height, width = latents.shape[2:]
     _check_units(model.config, height, width, "image_vae.normalize")
     centre, unit = units(model, height, width)
-    return ((latents - centre) / unit).astype(latents.dtype)
+    wide = latents.astype(np.promote_types(latents.dtype, unit.dtype))
+    return ((wide - centre) / unit).astype(latents.dtype)
 
 
 @jaxtyped(typechecker=beartype)
@@ -193,7 +194,8 @@ def denormalize(
     height, width = latents.shape[2:]
     _check_units(model.config, height, width, "image_vae.denormalize")
     centre, unit = units(model, height, width)
-    return (latents * unit + centre).astype(latents.dtype)
+    wide = latents.astype(np.promote_types(latents.dtype, unit.dtype))
+    return (wide * unit + centre).astype(latents.dtype)
 
 
 def _check_units(config: Config, height: int, width: int, name: str) -> None:
@@ -240,7 +242,7 @@ def encode(
         shard = on_mesh(declared, mesh, lambda model, x: moments(model, x, height), (IMAGE,), IMAGE)
         out = shard(model, pad_to_mesh(jnp.asarray(images, dtype), mesh, HEIGHT, config.space_factor))
         out = out[:batch, :, : height // config.space_factor]
-        mean, log_variance = jnp.split(out.astype(jnp.promote_types(jnp.float32, out.dtype)), 2, axis=1)
+        mean, log_variance = jnp.split(out.astype(np.promote_types(np.float32, out.dtype)), 2, axis=1)
         log_variance = jnp.clip(log_variance, -30.0, 20.0)
         if normalized:
             centre, unit = units(model, *mean.shape[2:])

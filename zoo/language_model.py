@@ -102,12 +102,11 @@ def forward(
         cut = pipeline.microbatches_for(microbatches, mesh, tokens.shape[0])
         arrays = {name: pad(jnp.asarray(x), mesh.shape[DATA] * cut, seq_ways) for name, x in rows.items()}
         arrays |= {} if features is None else {"features": jnp.asarray(features)}
-        shard = jax.shard_map(
+        shard = layout.sharded(
             lambda model, arrays: one_device(model, cut, **arrays),
-            mesh=mesh,
-            in_specs=(layout.specs(declared), {name: split[name] for name in arrays}),
-            out_specs=out_specs,
-            check_vma=True,
+            mesh,
+            (layout.specs(declared), {name: split[name] for name in arrays}),
+            out_specs,
         )
         return jax.tree.map(lambda x: _cut(x, tokens.shape), shard(model, arrays))
 

@@ -15,7 +15,7 @@ collective, and every other part of the project takes it from here.
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, TypeVar
 
 import jax
@@ -107,6 +107,19 @@ class Param:
 def specs(declared: Tree) -> Tree:
     """The `PartitionSpec` of each leaf: the `in_specs` of a `shard_map` over a live module."""
     return jax.tree.map(lambda p: p.spec, declared)
+
+
+def sharded(f: Callable[..., Any], mesh: Mesh | AbstractMesh, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    """`jax.shard_map` of `f` with what repeats checked: what a family's `forward` is made by.
+
+    Arrays of fewer dims are broadcast in `f` also for callers whose own code must not (`jax_numpy_rank_promotion`).
+    """
+
+    def one_device(*arrays: Any) -> Any:
+        with jax.numpy_rank_promotion("allow"):
+            return f(*arrays)
+
+    return jax.shard_map(one_device, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True)
 
 
 def abstract(declared: Tree, mesh: Mesh | AbstractMesh, dtype: Any = None) -> Tree:

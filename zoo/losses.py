@@ -45,8 +45,8 @@ def next_tokens(
     seq = tokens.shape[1]
     wanted = jnp.ones(tokens.shape, bool) if mask is None else jnp.asarray(mask)
     if lengths is not None:
-        wanted &= jnp.arange(seq) < jnp.asarray(lengths)[:, None]
-    following = jnp.roll(wanted, -1, axis=1) & (jnp.arange(seq) < seq - 1)
+        wanted &= jnp.arange(seq)[None] < jnp.asarray(lengths)[:, None]
+    following = jnp.roll(wanted, -1, axis=1) & (jnp.arange(seq)[None] < seq - 1)
     return jnp.roll(tokens, -1, axis=1), following
 
 
@@ -76,7 +76,7 @@ def token_losses(logits: Float[Array, "*tokens vocab"], labels: Int[Array, "*tok
 
 
 def _forward(logits: Array, labels: Array) -> tuple[Array, tuple[Array, Array, Array]]:
-    wide = jnp.promote_types(logits.dtype, jnp.float32)
+    wide = np.promote_types(logits.dtype, np.float32)
     top = jnp.max(logits, axis=-1, keepdims=True).astype(wide)
     total = jnp.sum(jnp.exp(logits.astype(wide) - top), axis=-1)
     lse = jnp.log(total) + top[..., 0]
@@ -184,7 +184,7 @@ def flow_matching(
             f"losses.flow_matching: predicted {predicted.shape} is not the velocity's {velocity.shape}: pass the noise"
             " minus the data of what the model was given"
         )
-    wide = jnp.promote_types(predicted.dtype, jnp.float32)
+    wide = np.promote_types(predicted.dtype, np.float32)
     square = jnp.square(jnp.asarray(predicted).astype(wide) - jnp.asarray(velocity).astype(wide))
     rows = jnp.mean(square.reshape(square.shape[0], -1), axis=1)
     return jnp.mean(rows if weights is None else rows * jnp.asarray(weights).astype(wide))

@@ -64,7 +64,7 @@ def token_loss(
 
     Collectives: one all-reduce for the maxima and one for the sums, over `pipe` and the tensor axes.
     """
-    wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    wide = logits.astype(np.promote_types(logits.dtype, np.float32))
     top = lax.pmax(lax.stop_gradient(jnp.max(wide, axis=-1)), VOCAB)
     local = labels - lax.axis_index(VOCAB) * logits.shape[-1]
     chosen = jnp.where(jnp.arange(logits.shape[-1]) == local[..., None], wide, 0)
@@ -227,7 +227,7 @@ def when(always: Int[np.ndarray, " ticks"], microbatch: Array, run: Callable, sk
 
 def sums_for(tree: Tree) -> Tree:
     """Zeros to add gradients to: in float32 at least."""
-    wide = [jnp.zeros(w.shape, jnp.promote_types(w.dtype, jnp.float32)) for w in jax.tree.leaves(tree)]
+    wide = [jnp.zeros(w.shape, np.promote_types(w.dtype, np.float32)) for w in jax.tree.leaves(tree)]
     like = [varying_like(zero, w) for zero, w in zip(wide, jax.tree.leaves(tree), strict=True)]
     return jax.tree.unflatten(jax.tree.structure(tree), like)
 
@@ -390,12 +390,11 @@ def loss_and_grad(
         cut = pipeline.microbatches_for(microbatches, mesh, tokens.shape[0])
         arrays = {k: pad(jnp.asarray(v), mesh.shape[DATA] * cut, seq_ways) for k, v in rows.items() if v is not None}
         specs = {k: P(DATA) if v.ndim == 1 else P(DATA, CONTEXT) for k, v in arrays.items()}
-        shard = jax.shard_map(
+        shard = layout.sharded(
             functools.partial(gradients, parts, declared, wanted, loss, cut),
-            mesh=mesh,
-            in_specs=(layout.specs(declared), specs, P()),
-            out_specs=(P(), layout.specs(trained)),
-            check_vma=True,
+            mesh,
+            (layout.specs(declared), specs, P()),
+            (P(), layout.specs(trained)),
         )
         return shard(model, arrays, None if features is None else jnp.asarray(features))
 
@@ -409,4 +408,4 @@ def weights(
     wanted = (labels >= 0) & (labels < vocab)
     wanted = wanted if counts is None else wanted & jnp.asarray(counts)
     n = jnp.sum(wanted, dtype=jnp.int32)
-    return wanted / jnp.maximum(n, 1).astype(jnp.float32), n
+    return wanted.astype(jnp.float32) / jnp.maximum(n, 1).astype(jnp.float32), n

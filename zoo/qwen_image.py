@@ -128,12 +128,11 @@ def forward(
         fail_if(_problems(declared.config, image, text, grids, kinds), "qwen_image.forward")
         given = {"image": image, "text": text, "timesteps": timesteps, "text_mask": text_mask, "kinds": kinds}
         arrays = {k: pad(jnp.asarray(v), 0, mesh.shape[DATA]) for k, v in given.items() if v is not None}
-        shard = jax.shard_map(
+        shard = layout.sharded(
             lambda model, arrays: _forward(model, declared, run, grids, **arrays),
-            mesh=mesh,
-            in_specs=(layout.specs(declared), P(DATA)),
-            out_specs=P(DATA),
-            check_vma=True,
+            mesh,
+            (layout.specs(declared), P(DATA)),
+            P(DATA),
         )
         return shard(model, arrays)[:batch]
 

@@ -219,12 +219,11 @@ def forward(declared: Tower, mesh: Mesh | AbstractMesh, name: str, *, remat: Rem
         c = declared.config
         fail_if(_problems(c, pixels, grids), name)
         order = arrangement(grids, merge=c.merge, side=c.side)
-        shard = jax.shard_map(
+        shard = layout.sharded(
             lambda model, pixels: _forward(model, declared, pixels, order, remat, dtype),
-            mesh=mesh,
-            in_specs=(layout.specs(declared), P()),
-            out_specs=P(),
-            check_vma=True,
+            mesh,
+            (layout.specs(declared), P()),
+            P(),
         )
         return shard(model, jnp.asarray(pixels))
 

@@ -123,7 +123,7 @@ class Sampler(Protocol):
 
 
 def _wide(sample: Host) -> jnp.dtype:
-    return jnp.promote_types(sample.dtype, jnp.float32)
+    return np.promote_types(sample.dtype, np.float32)
 
 
 class Euler(eqx.Module):

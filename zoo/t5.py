@@ -310,12 +310,11 @@ def forward(
             lengths = jnp.full(batch, seq, jnp.int32)
         given = {"ids": ids, "lengths": lengths, "mask": mask}
         arrays = {k: pad(jnp.asarray(v), mesh.shape[DATA], seq_ways) for k, v in given.items() if v is not None}
-        shard = jax.shard_map(
+        shard = layout.sharded(
             lambda model, arrays: _forward(model, declared, run, **arrays),
-            mesh=mesh,
-            in_specs=(layout.specs(declared), {k: sequence[k] for k in arrays}),
-            out_specs=P(DATA, CONTEXT) if residual == "whole" else P(DATA, (CONTEXT, *TP)),
-            check_vma=True,
+            mesh,
+            (layout.specs(declared), {k: sequence[k] for k in arrays}),
+            P(DATA, CONTEXT) if residual == "whole" else P(DATA, (CONTEXT, *TP)),
         )
         out = shard(model, arrays)[:batch, :seq]
         return out if zero_padded_to is None else jnp.pad(out, ((0, 0), (0, zero_padded_to - seq), (0, 0)))

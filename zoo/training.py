@@ -141,5 +141,5 @@ def _is_none(x: Any) -> bool:
 
 def global_norm(tree: Any) -> Float[Array, ""]:
     """The root of the sum of squares of all leaves, float32 at least."""
-    squares = [jnp.sum(jnp.square(x.astype(jnp.promote_types(x.dtype, jnp.float32)))) for x in jax.tree.leaves(tree)]
+    squares = [jnp.sum(jnp.square(x.astype(np.promote_types(x.dtype, np.float32)))) for x in jax.tree.leaves(tree)]
     return jnp.sqrt(sum(squares, jnp.zeros((), jnp.float32)))

@@ -135,12 +135,11 @@ def forward(
         }
         arrays = {k: pad(jnp.asarray(v), 0, mesh.shape[DATA]) for k, v in given.items() if v is not None}
         kept = None if context is None else Context(*(x if x is None else pad(x, 2, mesh.shape[DATA]) for x in context))
-        shard = jax.shard_map(
+        shard = layout.sharded(
             lambda model, kept, arrays: _forward(model, declared, run, grid, context=kept, **arrays),
-            mesh=mesh,
-            in_specs=(layout.specs(declared), CONTEXT_SPEC, P(DATA)),
-            out_specs=P(DATA),
-            check_vma=True,
+            mesh,
+            (layout.specs(declared), CONTEXT_SPEC, P(DATA)),
+            P(DATA),
         )
         return shard(model, kept, arrays)[:batch]
 
@@ -210,12 +209,11 @@ def context(declared: Wan, mesh: Mesh | AbstractMesh, *, dtype: Any = None) -> C
         fail_if(_condition_problems(declared.config, text, image), "wan.context")
         images = None if image is None else image.reshape(batch, -1, image.shape[-1])
         arrays = [None if x is None else pad(jnp.asarray(x), 0, mesh.shape[DATA]) for x in (text, images)]
-        shard = jax.shard_map(
+        shard = layout.sharded(
             lambda model, text, image: _context(model, declared, run, text, image),
-            mesh=mesh,
-            in_specs=(layout.specs(declared), P(DATA), P(DATA)),
-            out_specs=CONTEXT_SPEC,
-            check_vma=True,
+            mesh,
+            (layout.specs(declared), P(DATA), P(DATA)),
+            CONTEXT_SPEC,
         )
         return jax.tree.map(lambda x: x[:, :, :batch], shard(model, *arrays))
 

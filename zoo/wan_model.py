@@ -322,10 +322,10 @@ class Block(eqx.Module):
             return gather_residual(y.astype(attended.dtype), residual)
 
         _, _, gate, shift, scale, mlp_gate = modulation.rows(self.table, modulation.blocks)
-        x = x + self.attn.out(attended, residual) * gate
-        x = x + self.cross(gathered(self.cross_norm(x)), context, residual)
+        x = x + self.attn.out(attended, residual).astype(gate.dtype) * gate
+        x = x + self.cross(gathered(self.cross_norm(x)), context, residual).astype(x.dtype)
         y = gathered(_modulated(x, self.plain_norm, shift, scale))
-        return x + self.mlp(y, residual) * mlp_gate
+        return x + self.mlp(y, residual).astype(mlp_gate.dtype) * mlp_gate
 
 
 class TimeEmbedding(eqx.Module):

@@ -130,7 +130,7 @@ def _encoding(config: Config, *, normalized: bool, dtype: Any, remat: Remat) -> 
     def step(model: Autoencoder, video: Array, height: int, cache: Cache) -> tuple[Array, Cache]:
         moments, cache = model.encoder(to_patches(video, config.patch), height // config.patch, cache)
         moments = jnp.moveaxis(model.quant(moments), -1, 1)
-        moments = moments.astype(jnp.promote_types(jnp.float32, moments.dtype))
+        moments = moments.astype(np.promote_types(np.float32, moments.dtype))
         mean, log_variance = jnp.split(moments, 2, axis=1)
         log_variance = jnp.clip(log_variance, -30.0, 20.0)
         if normalized:
@@ -155,7 +155,8 @@ def _decoding(config: Config, *, normalized: bool, clamp: bool, dtype: Any, rema
     def step(model: Autoencoder, latents: Array, height: int, cache: Cache) -> tuple[Array, Cache]:
         if normalized:
             mean, std = statistics(config)
-            latents = (latents * std + mean).astype(latents.dtype)
+            wide = latents.astype(np.promote_types(latents.dtype, std.dtype))
+            latents = (wide * std + mean).astype(latents.dtype)
         x = model.post_quant(jnp.moveaxis(latents, 1, -1))
         x, cache = model.decoder(x, height, cache)
         video = from_patches(x, config.patch)

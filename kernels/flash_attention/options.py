@@ -22,6 +22,7 @@ from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
@@ -78,7 +79,7 @@ def offset_of(extras: Extras, options: Options) -> int | Int[Array, ""]:
 
 def accumulator(dtype: DTypeLike) -> jnp.dtype:
     """The dtype that logits, sums and lse are held in: float32, or float64 for float64 input."""
-    return jnp.promote_types(jnp.float32, dtype)
+    return np.promote_types(np.float32, dtype)
 
 
 def manual_axes(x: Array) -> frozenset[str]:

@@ -82,7 +82,7 @@ def segment_ranges(ids: Int[Array, "batch length"], tile: int) -> tuple[Int[Arra
     """The least and the greatest id in each tile."""
     length = ids.shape[1]
     starts = start(jnp.arange(count(length, tile)), length, tile)
-    tiled = ids[:, starts[:, None] + jnp.arange(tile)]
+    tiled = ids[:, starts[:, None] + jnp.arange(tile)[None]]
     return tiled.min(-1), tiled.max(-1)
 
 

@@ -47,7 +47,7 @@ def _within_tiles(tiles: Float[Array, "*lead tile tile"]) -> Float[Array, "*lead
     """The inverses of small tiles: the same doubling, with every block's product done as one of whole tiles."""
     size = tiles.shape[-1]
     place = np.arange(size)
-    inverse = jnp.eye(size, dtype=tiles.dtype)
+    inverse = jnp.eye(size, dtype=tiles.dtype).reshape(*[1] * (tiles.ndim - 2), size, size)
     block = 1
     while block < size:
         pair, half = place // (2 * block), place // block % 2
