@@ -296,7 +296,7 @@ def storage_error(what: str, error: Exception, root: Path) -> InputError:
     text = str(error)
     number = error.errno if isinstance(error, OSError) else None
     if number in FULL or any(f"os_error_code='{n}'" in text or os.strerror(n) in text for n in FULL):
-        return InputError(f"{what}: no space left at {root}: free some and run again; what is written stays for that")
+        return InputError(f"{what}: no space left at {root}: free some and run again")
     if isinstance(error, PermissionError) or "Permission denied" in text or "PERMISSION_DENIED" in text:
         return InputError(f"{what}: not allowed to write below {root}: change its permissions or choose another place")
     if number is not None and number in UNFIT:

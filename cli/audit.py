@@ -95,8 +95,8 @@ def audit(
             one.look()
     if html is not None:
         with uninterrupted():
-            from shardzoo.cli.page import page
-        html.write_text(page([one.to_json() for one in judged], target), encoding="utf-8")
+            from shardzoo.cli import page
+        page.write(html, [one.to_json() for one in judged], target)
     if json and len(judged) == 1:
         say_json(judged[0].to_json())
     elif json:

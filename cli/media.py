@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from shardzoo.checkpoints.store import storage_error
 from shardzoo.errors import InputError
 
 VIDEO, IMAGE = ".mp4", ".png"
@@ -146,6 +147,9 @@ def write_frames(path: Path, pieces: Iterable[np.ndarray], fps: int | None) -> i
 
     A video needs `fps`, frames a second. What is at `path` is replaced once all are written; on an error nothing is
     left.
+
+    Raises:
+        InputError: the storage is full or failed, or the encoder did.
     """
     part = path.with_name(f".{path.stem}.part{path.suffix}")
     _remove(part)
@@ -158,6 +162,8 @@ def write_frames(path: Path, pieces: Iterable[np.ndarray], fps: int | None) -> i
         if not path.suffix:
             _remove(path)
         os.replace(part, path)
+    except OSError as error:
+        raise storage_error(str(path), error, path.parent) from error
     finally:
         _remove(part)
     return count

@@ -6,9 +6,12 @@ It is made of what `audit --json` prints, and needs no network, font or script.
 import html
 import itertools
 import math
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from shardzoo.checkpoints.store import storage_error
 from shardzoo.cli.terminal import count_text, size_text
 
 # Of kinds of memory and parts of work, by what their name has in it; validated for contrast on both backgrounds.
@@ -47,6 +50,21 @@ tr.best td { font-weight: 600; } tr.not td { color: var(--soft); } .bad { color:
 .mesh > span > span { width: 1.3rem; height: 1.15rem; border-radius: 2px; font-size: .68rem; line-height: 1.15rem;
   text-align: center; color: #fff; }
 """
+
+
+def write(path: Path, audits: Sequence[Mapping[str, Any]], title: str) -> None:
+    """Writes the page; what is at `path` is replaced once all of it is written.
+
+    Raises:
+        InputError: the storage is full or failed.
+    """
+    part = path.with_name(f".{path.name}.part")
+    try:
+        part.write_text(page(audits, title), encoding="utf-8")
+        os.replace(part, path)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise storage_error(str(path), error, path.parent) from error
 
 
 def page(audits: Sequence[Mapping[str, Any]], title: str) -> str:

@@ -1,10 +1,12 @@
 """Pictures that are read: grey of 16 bits, which Pillow would clip to white, and shapes too long to edit."""
 
+import resource
+
 import numpy as np
 import PIL.Image
 import pytest
 
-from shardzoo.cli import media
+from shardzoo.cli import media, page
 from shardzoo.errors import InputError
 from shardzoo.zoo import qwen_image_pipeline
 
@@ -31,3 +33,20 @@ def test_pictures_too_long_to_edit(size, refused):
     settings = qwen_image_pipeline.Settings(seen_area=384 * 384)
     problems = list(qwen_image_pipeline._picture_problems(settings, media.Picture(PIL.Image.new("RGB", size[::-1]))))
     assert len(problems) == refused and all("more than 200 to 1: cut it" in problem for problem in problems)
+
+
+@pytest.mark.parametrize("name", ["a.png", "pictures", "audit.html"])
+def test_a_storage_that_fails_is_named_with_what_was_to_be_there(tmp_path, name):
+    """What was there before stays, and nothing else is left."""
+    path, (before, hard) = tmp_path / name, resource.getrlimit(resource.RLIMIT_FSIZE)
+    if path.suffix:
+        path.write_text("an earlier one")
+    noise = np.random.default_rng(0).integers(0, 256, (1, 64, 64, 3)).astype(np.uint8)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(InputError, match=f"{name}: the storage failed at {tmp_path} .*File too large"):
+            media.write_frames(path, [noise], None) if "html" not in name else page.write(path, [], "title")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (before, hard))
+    assert [entry.name for entry in tmp_path.iterdir()] == ([name] if path.suffix else [])
+    assert not path.suffix or path.read_text() == "an earlier one"
