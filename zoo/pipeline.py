@@ -14,6 +14,7 @@ them by one all-reduce over `pipe`, and each computes its part of the logits.
 
 import dataclasses
 from collections.abc import Callable
+from numbers import Integral
 from typing import Any, TypeVar
 
 import jax
@@ -97,13 +98,17 @@ def layers_of(blocks: Any, rounds: int) -> int:
     return shape[0] if rounds == 1 else shape[0] * shape[1]
 
 
-def check_microbatches(what: str, microbatches: int | None) -> None:
-    """Refuses a number of microbatches below one; `what` is asked for them.
+def check_microbatches(what: str, microbatches: object) -> None:
+    """Refuses microbatches that are no whole number of at least one; `what` is asked for them.
 
     Raises:
         InputError: as said.
     """
-    if microbatches is not None and microbatches < 1:
+    if microbatches is None:
+        return
+    if not isinstance(microbatches, Integral) or isinstance(microbatches, bool):
+        raise InputError(f"{what}: microbatches={microbatches!r} is not a whole number: change it")
+    if microbatches < 1:
         raise InputError(f"{what}: microbatches={microbatches} is not at least 1: change it")
 
 

@@ -425,6 +425,10 @@ def test_refusals():
     for make in (decoder.forward, decoder.loss_and_grad):
         with pytest.raises(InputError, match="microbatches=0 is not at least 1"):
             make(declared, make_mesh(), microbatches=0)
+    for wrong in (2.5, 2.0, True, "2"):
+        with pytest.raises(InputError, match=f"f: microbatches={wrong!r} is not a whole number"):
+            pipeline.check_microbatches("f", wrong)
+    pipeline.check_microbatches("f", np.int64(2))
     quantized = quantize.declare(declared, "int8")
     with pytest.raises(InputError, match=r"\.values: have no gradient \(quantized.*pass trainable="):
         decoder.loss_and_grad(quantized, make_mesh())
