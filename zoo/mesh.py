@@ -67,15 +67,22 @@ class Degrees:
 
     @classmethod
     def of(cls, mesh: "Mesh | jax.sharding.AbstractMesh") -> "Degrees":
-        """The degrees of a mesh that `make_mesh` made.
+        """The degrees of a mesh that `make_mesh` made, or of one like it.
 
         Raises:
-            InputError: the mesh lacks one of the five axes.
+            InputError: the mesh lacks one of the five axes, or has one of a type that models do not run on.
         """
         sizes: Mapping[str, int] = dict(mesh.shape)
         missing = [axis for axis in AXES if axis not in sizes]
         if missing:
             raise InputError(f"mesh: axes {missing} are missing from {tuple(sizes)}: make it with zoo.make_mesh")
+        types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+        explicit = [axis for axis in AXES if types[axis] is AxisType.Explicit]
+        if explicit:
+            raise InputError(
+                f"mesh: axes {explicit} are Explicit, as jax.make_mesh makes them if nothing is said: make it with"
+                " zoo.make_mesh, or with axis_types of AxisType.Auto"
+            )
         kv, rep = sizes[KV], sizes[REP]
         return cls(
             data=sizes[DATA],

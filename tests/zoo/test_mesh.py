@@ -1,10 +1,12 @@
 """Degrees become axes, and what cannot be made is refused with what to change."""
 
 import jax
+import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 from shardzoo.errors import InputError
-from shardzoo.zoo.mesh import Degrees, make_mesh
+from shardzoo.zoo.mesh import AXES, Degrees, make_mesh
 
 
 def test_tensor_falls_apart_into_kv_and_rep():
@@ -48,6 +50,10 @@ def test_given_devices_must_be_as_many_as_the_degrees_need():
 def test_a_mesh_with_other_axes_is_refused():
     with pytest.raises(InputError, match=r"axes \['pipe', 'context', 'kv', 'rep'\] are missing"):
         Degrees.of(jax.make_mesh((8,), ("data",)))
+    with pytest.raises(InputError, match=r"axes \['data', .* are Explicit.*: make it with zoo.make_mesh"):
+        Degrees.of(jax.make_mesh((2, 1, 2, 2, 1), AXES))
+    mine = Mesh(np.array(jax.devices()).reshape(2, 2, 1, 2, 1, 1), ("rep", "mine", "kv", "data", "context", "pipe"))
+    assert Degrees.of(mine) == Degrees(data=2, tensor=2, kv_heads=1)
 
 
 def test_degrees_in_words():
