@@ -151,7 +151,12 @@ def fill(declared: Tree, values: Mapping[str, Any]) -> Tree:
 
 
 def place(declared: Tree, mesh: Mesh, values: Tree) -> Tree:
-    """The live filling from host arrays (each process holds all of them): for small models and tests."""
+    """The live filling from host arrays (each process holds all of them): for small models and tests.
+
+    Raises:
+        InputError: the mesh does not fit the declaration; an array of another shape.
+    """
+    audit(declared, mesh)
 
     def one(param: Param, value: Any) -> Array:
         if tuple(value.shape) != param.shape:

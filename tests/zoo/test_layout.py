@@ -64,6 +64,13 @@ def test_fill_names_every_difference():
         layout.fill(decl, values)
 
 
+def test_place_says_of_a_mesh_that_does_not_fit_what_audit_says():
+    decl = declare()
+    values = layout.fill(decl, {path: np.zeros(p.shape) for path, p in named(decl).items()})
+    with pytest.raises(InputError, match="does not fit this model"):
+        layout.place(decl, make_mesh(tensor=7), values)
+
+
 STOPS = {
     1: [],
     2: ["heads=9", "kv_heads=3"],
