@@ -15,7 +15,7 @@ much. It shrinks with the tensor and context degrees.
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol, runtime_checkable
 
 import equinox as eqx
@@ -33,7 +33,7 @@ from shardzoo.zoo.attention import attention
 from shardzoo.zoo.dtypes import float_dtype
 from shardzoo.zoo.families import Family, TraceSizes, register
 from shardzoo.zoo.in_place import block_at
-from shardzoo.zoo.language_model import pad, sequence_positions
+from shardzoo.zoo.language_model import no_tokens, pad, sequence_positions
 from shardzoo.zoo.layers import (
     ColumnLinear,
     Embedding,
@@ -280,8 +280,8 @@ def forward(
         in_place: read the weights where they lie, without a gradient: faster on a CPU in 16-bit floats (`in_place.py`).
 
     Raises:
-        InputError: the mesh does not fit the declaration; an unknown residual; from f, more ids than `zero_padded_to`,
-            or both of lengths and mask.
+        InputError: the mesh does not fit the declaration; an unknown residual; from f, no ids, more of them than
+            `zero_padded_to`, or both of lengths and mask.
     """
     layout.audit(declared, mesh)
     check_residual("t5.forward", residual)
@@ -305,7 +305,7 @@ def forward(
         mask: Bool[Host, "batch seq"] | None = None,
     ) -> Float[Array, "batch out_seq embed"]:
         batch, seq = ids.shape
-        _check_call(seq, zero_padded_to, lengths, mask)
+        fail_if([*no_tokens(ids), *_problems(seq, zero_padded_to, lengths, mask)], "t5.forward")
         if lengths is None and mask is None and seq % seq_ways:
             lengths = jnp.full(batch, seq, jnp.int32)
         given = {"ids": ids, "lengths": lengths, "mask": mask}
@@ -322,13 +322,11 @@ def forward(
     return f
 
 
-def _check_call(seq: int, zero_padded_to: int | None, lengths: Host | None, mask: Host | None) -> None:
-    problems = []
+def _problems(seq: int, zero_padded_to: int | None, lengths: Host | None, mask: Host | None) -> Iterator[str]:
     if lengths is not None and mask is not None:
-        problems.append("lengths and mask were both given: give one of them")
+        yield "lengths and mask were both given: give one of them"
     if zero_padded_to is not None and seq > zero_padded_to:
-        problems.append(f"seq={seq} is more than zero_padded_to={zero_padded_to}: truncate the text when tokenizing")
-    fail_if(problems, "t5.forward")
+        yield f"seq={seq} is more than zero_padded_to={zero_padded_to}: truncate the text when tokenizing"
 
 
 def _forward(

@@ -197,6 +197,9 @@ def test_refusals():
     f, model = t5.forward(declared, mesh, zero_padded_to=12), layout.place(declared, mesh, harsh(declared))
     with pytest.raises(InputError, match=r"lengths and mask(.|\n)*seq=19 is more than zero_padded_to=12"):
         f(model, TOKENS, lengths=LENGTHS, mask=MASK)
+    for none in (TOKENS[:0], TOKENS[:, :0]):
+        with pytest.raises(InputError, match="are none: give at least one"):
+            f(model, none)
 
 
 @pytest.mark.parametrize(
