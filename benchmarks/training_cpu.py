@@ -7,8 +7,10 @@ Weights and moments are in float32 on both sides; bfloat16 is `dtype="bfloat16"`
 PyTorch's fused one. Each side is a process of its own; their runs alternate. The figures are medians, and the ratio is
 ours / theirs (below 1: we are faster).
 
-Both sides run with GLIBC_TUNABLES=glibc.malloc.hugetlb=1 unless it is set to something else ("" for none): the arrays
-of a step come and go, and to ask the system for each 4 KiB of them takes up to a sixth of our step.
+Both sides run with GLIBC_TUNABLES as in `KEEP` unless it is set to something else ("" for none): the arrays of a step
+come and go, one of a gigabyte or two on our side, and memory that is given back and asked for anew at each step costs
+up to half a step of system time, on one core whatever the number of them. Our side keeps the results of products for
+the backward pass (`--remat dots`), which halves that memory.
 
 `fsdp` compares the same step of fewer layers on 8 CPU devices along `data`: weights and optimizer state split over
 them, against whole.
@@ -25,6 +27,8 @@ import numpy as np
 from side_by_side import medians, serve
 
 RATE, DECAY, CLIP = 1e-4, 0.01, 1.0
+# Freed memory stays with the process, in one arena, so that the next step finds it; and it comes in large pages.
+KEEP = ("hugetlb=1", "mmap_max=0", "trim_threshold=17179869184", "arena_max=1")
 FSDP_LAYERS = 4  # whole weights, moments and gradients lie in the memory of one machine eight times
 
 
@@ -39,7 +43,7 @@ def ours(args: argparse.Namespace):
     degrees = zoo.Degrees(data=args.data)
     declared, mesh = decoder.declare(config), zoo.make_mesh(data=args.data)
     declared = layout.split_at_rest(declared, "data", degrees) if args.split else declared
-    forward = decoder.forward(declared, mesh, dtype=args.dtype[0], remat=args.remat or False)
+    forward = decoder.forward(declared, mesh, dtype=args.dtype[0], remat=False if args.remat == "none" else args.remat)
 
     def loss(model, tokens):
         return losses.cross_entropy(forward(model, tokens), *losses.next_tokens(tokens))
@@ -118,7 +122,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--layers", type=int, help="fewer than the preset has")
-    parser.add_argument("--remat", help="of our side, a name in zoo/remat.py")
+    parser.add_argument("--remat", default="dots", help="of our side, a name in zoo/remat.py, or none")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--data", type=int, default=1, help=argparse.SUPPRESS)
     parser.add_argument("--side", choices=["ours", "theirs", "whole", "split"], help=argparse.SUPPRESS)
@@ -127,7 +131,7 @@ def main() -> None:
         args.split = args.side == "split"
         serve((theirs if args.side == "theirs" else ours)(args))
         return
-    os.environ.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
+    os.environ.setdefault("GLIBC_TUNABLES", ":".join(f"glibc.malloc.{option}" for option in KEEP))
     print(f"{args.preset}, {args.batch} x {args.length} tokens, {len(os.sched_getaffinity(0))} cores, seconds a step")
     for dtype in args.dtype if "torch" in args.what else ():
         compare(args, dtype, {side: command(args, side, dtype) for side in ("ours", "theirs")})

@@ -22,6 +22,10 @@ weights). The optimizer's state is split as its parameters are: its update needs
 the optimizer sees float32. Norms, softmax, losses and sums are in float32 regardless. In the dense decoder, blocks that
 are split at rest have their matrices cast before they are gathered; gradients are scattered in float32.
 
+**On CPUs** XLA takes the memory of a step's intermediate results from the system and gives it back, at every step: that
+can cost half as much as computing. `remat="dots"` halves that memory at no cost in time, and with the environment that
+`benchmarks/training_cpu.py` sets for glibc it stays with the process.
+
 An optimizer is anything with optax's `init(params)` and `update(gradients, state, params)`.
 """
 
