@@ -9,7 +9,7 @@ the same bytes (all-gather and reduce-scatter instead of one all-reduce) and kee
 """
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import equinox as eqx
 import jax
@@ -37,6 +37,15 @@ def reduce_residual(partial: Float[Array, "batch seq ..."], residual: Residual) 
     if residual == "seq":
         return lax.psum_scatter(partial, TP, scatter_dimension=SEQ, tiled=True)
     return lax.psum(partial, TP)
+
+
+def settled(x: Any) -> Any:
+    """The arrays of x, which a TPU computes here and holds, rather than again within each step that reads them.
+
+    Its compiler writes out cheap steps within all that read them, into large products too, and compiles each copy.
+    Steps that read what is settled and are alike are compiled once. Other platforms fuse as they like.
+    """
+    return lax.optimization_barrier(x) if traced_platform() == "tpu" else x
 
 
 def pad(x: Array, axis: int, ways: int) -> Array:

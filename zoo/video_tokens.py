@@ -8,6 +8,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float, Int, Num
 
 from shardzoo.errors import fail_if
@@ -34,20 +35,40 @@ def grid_of(latents: tuple[int, ...], patch: Sizes, title: str) -> Sizes:
 
 def patches(
     video: Float[Array, "batch channels frames height width"], patch: Sizes
-) -> Float[Array, "batch seq channels patch_frames patch_height patch_width"]:
-    """The video cut into patches."""
+) -> Float[Array, "batch seq patch_channels"]:
+    """The video cut into patches, each one's numbers in one dim: channels, then its frames, rows and columns.
+
+    In one dim, as a TPU pads small trailing dims to whole tiles; frame by frame, in a loop, as its compiler writes out
+    a change of order for all that it moves.
+    """
     batch, channels, *sizes = video.shape
-    split = [n for size, p in zip(sizes, patch, strict=True) for n in (size // p, p)]
-    x = video.reshape(batch, channels, *split).transpose(0, 2, 4, 6, 1, 3, 5, 7)
-    return x.reshape(batch, -1, channels, *patch)
+    frames, rows, columns = (size // p for size, p in zip(sizes, patch, strict=True))
+
+    def of_frame(x: Float[Array, "batch channels patch_frames height width"]) -> Float[Array, "batch part features"]:
+        x = x.reshape(batch, channels, patch[0], rows, patch[1], columns, patch[2]).transpose(0, 3, 5, 1, 2, 4, 6)
+        return x.reshape(batch, rows * columns, -1)
+
+    each = video.reshape(batch, channels, frames, patch[0], *sizes[1:])
+    return lax.map(of_frame, jnp.moveaxis(each, 2, 0)).swapaxes(0, 1).reshape(batch, frames * rows * columns, -1)
 
 
 def join_patches(
-    tokens: Float[Array, "batch seq patch_channels"], grid: Sizes, patch: Sizes
+    tokens: Float[Array, "batch padded_seq patch_channels"], grid: Sizes, patch: Sizes
 ) -> Float[Array, "batch channels frames height width"]:
-    """The video of this grid of patches: the inverse of `patches`, but for the channels, which are innermost here."""
-    x = tokens.reshape(tokens.shape[0], *grid, *patch, -1).transpose(0, 7, 1, 4, 2, 5, 3, 6)
-    return x.reshape(*x.shape[:2], *(n * p for n, p in zip(grid, patch, strict=True)))
+    """The video of this grid of patches: the inverse of `patches`, but for the channels, which are innermost here.
+
+    Tokens beyond the grid are padding.
+    """
+    frames, rows, columns = grid
+    batch = tokens.shape[0]
+
+    def of_frame(frame: Int[Array, ""]) -> Float[Array, "batch channels patch_frames height width"]:
+        x = lax.dynamic_slice_in_dim(tokens, frame * rows * columns, rows * columns, axis=1)
+        x = x.reshape(batch, rows, columns, *patch, -1).transpose(0, 6, 3, 1, 4, 2, 5)
+        return x.reshape(*x.shape[:3], rows * patch[1], columns * patch[2])
+
+    video = jnp.moveaxis(lax.map(of_frame, jnp.arange(frames)), 0, 2)
+    return video.reshape(*video.shape[:2], frames * patch[0], *video.shape[4:])
 
 
 def grid_rotary(head_dim: int, grid: Sizes, tokens: Int[Array, " seq"], theta: float = 1e4) -> Rotary:
@@ -59,14 +80,20 @@ def grid_rotary(head_dim: int, grid: Sizes, tokens: Int[Array, " seq"], theta: f
     """
     _, rows, columns = grid
     side = 2 * (head_dim // 6)
-    places = (tokens // (rows * columns), tokens // columns % rows, tokens % columns)
-    cos, sin = [], []
-    for dims, count, place in zip((head_dim - 2 * side, side, side), grid, places, strict=True):
+    frame, place = lax.div(tokens, rows * columns), lax.rem(tokens, rows * columns)
+    cos = sin = jnp.float32(0)
+    first = 0
+    for dims, count, at in zip(
+        (head_dim - 2 * side, side, side), grid, (frame, lax.div(place, columns), lax.rem(place, columns)), strict=True
+    ):
         angles = np.arange(count)[:, None] * theta ** (-np.arange(0, dims, 2, dtype=np.float64) / dims)
-        cos.append(jnp.take(np.repeat(np.cos(angles), 2, -1).astype(np.float32), place, axis=0, mode="clip"))
         signed = np.stack([-np.sin(angles), np.sin(angles)], axis=-1).reshape(count, dims)
-        sin.append(jnp.take(signed.astype(np.float32), place, axis=0, mode="clip"))
-    return jnp.concatenate(cos, axis=-1)[None], jnp.concatenate(sin, axis=-1)[None]
+        around = (0, 0), (first, head_dim - first - dims)
+        for_cos, for_sin = (np.pad(x.astype(np.float32), around) for x in (np.repeat(np.cos(angles), 2, -1), signed))
+        cos += jnp.take(for_cos, at, axis=0, mode="clip")
+        sin += jnp.take(for_sin, at, axis=0, mode="clip")
+        first += dims
+    return cos[None], sin[None]
 
 
 def rotate_pairs(x: Float[Array, "batch seq heads head_dim"], turn: Rotary) -> Float[Array, "batch seq heads head_dim"]:

@@ -295,7 +295,7 @@ def _forward(
 
     body = rematerialised(body, run.remat)
     x, _ = lax.scan(body, x, (model.blocks, context))
-    return join_patches(split.join(model.head(x, modulation))[:, :tokens], grid, config.patch)
+    return join_patches(split.join(model.head(x, modulation)), grid, config.patch)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -342,9 +342,18 @@ class Split:
         return split.swapaxes(1, 2).reshape(x.shape)
 
     def own(self, x: Shaped[Array, "batch seq ..."]) -> Shaped[Array, "batch part_seq ..."]:
-        """The tokens that this device holds of an unpadded sequence that is whole."""
-        mine = self.by_device(self.own_context(x))
-        return mine if self.tensor == 1 else own_share(mine, TP)
+        """The tokens that this device holds of an unpadded sequence that is whole.
+
+        Chunk by chunk, in a loop: a TPU's compiler writes out one chunk, and all of a change of order.
+        """
+        x = pad(x, SEQ, self.total)
+        device = lax.axis_index(TP) if self.tensor > 1 else 0
+        first = lax.axis_index(CONTEXT) * self.share + device * self.size
+        if self.chunks == 1:
+            return lax.dynamic_slice_in_dim(x, first, self.size, SEQ)
+        step = self.tensor * self.size
+        each = lax.map(lambda i: lax.dynamic_slice_in_dim(x, first + i * step, self.size, SEQ), jnp.arange(self.chunks))
+        return _joined(each)
 
     def join(self, x: Shaped[Array, "batch part_seq channels"]) -> Shaped[Array, "batch seq channels"]:
         """The padded sequence, whole on all devices, from what each one holds: one all-gather."""
