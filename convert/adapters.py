@@ -25,6 +25,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -76,8 +77,10 @@ _OTHER_KINDS = {  # what a key ends in -> what it is of
     r"lora_mid\.weight": "LoRA of a convolution in three parts",
     r"lora_embedding_[AB](\.[\w-]+)?": "LoRA of an embedding",
     r"lora_(B(\.[\w-]+)?|up)\.bias": "LoRA with biases",
-    r"diff(_b)?|set_weight": "a difference of whole weights",
+    r"diff(_b)?": "a difference of whole weights",
+    r"set_weight": "a weight in place of the model's",
 }
+_ADDED = ("LoRA with biases", "a difference of whole weights")  # what changes nothing where it is zero
 _UNSUPPORTED = (  # by these fields of PEFT's config, where they are true
     *("use_dora", "lora_bias", "fan_in_fan_out", "modules_to_save", "trainable_token_indices", "use_qalora"),
 )
@@ -147,7 +150,8 @@ def read(
         strength: how much of it is wanted; `zoo.adapters.set_strengths` changes it.
         name: what it is called beside the model's weights; by default after the file.
         family: the model's family, where several have configs of its type.
-        ignore: beginnings of keys to leave out: parts of the file that are of another model ("lora_te1_").
+        ignore: keys to leave out, by their beginnings or by patterns with `*`: parts of the file that are of another
+            model ("lora_te1_"), or what is not supported ("*.diff_b").
         component: what the model is called in its pipeline ("text_encoder_2"): keys that say by their usual beginnings
             that they are of another are left out.
         dtype: of A and B; by default that of the weights.
@@ -289,9 +293,11 @@ def _modules(source: Source, ignore: Sequence[str], problems: list[str]) -> dict
     modules: dict[str, _Module] = {}
     other: dict[str, list[str]] = {}
     for key in source.tensors:
-        if key.startswith(tuple(ignore)):
+        if any(fnmatchcase(key, named) if "*" in named else key.startswith(named) for named in ignore):
             continue
         kind = next((kind for end, kind in _OTHER_KINDS.items() if re.search(rf"\.(?:{end})$", key)), None)
+        if kind in _ADDED and not np.any(source.read(key)):
+            continue
         match = _PART.fullmatch(key)
         if kind is not None or match is None:
             other.setdefault(kind or "no A, B or alpha of a LoRA", []).append(key)
@@ -302,9 +308,10 @@ def _modules(source: Source, ignore: Sequence[str], problems: list[str]) -> dict
             problems.append(f"{key}: {getattr(module, part)} says the same of {match['module']}")
         setattr(module, part, key)
     for kind, keys in other.items():
-        problems.append(f"{len(keys)} tensors are {kind}, which is not supported: {batched_names(keys, 3)}")
+        out = f' (ignore=("*.{keys[0].rpartition(".")[2]}",) goes without)' if kind in _ADDED else ""
+        problems.append(f"{len(keys)} tensors are {kind}, which is not supported: {batched_names(keys, 3)}{out}")
     if not modules and not other:
-        problems.append("holds no tensors" + (" but those to ignore" if ignore else ""))
+        problems.append("holds no tensors" + (" but those to ignore and zeros" if source.tensors else ""))
     return modules
 
 

@@ -133,6 +133,22 @@ def test_parts_of_other_models_are_left_out_when_asked(tmp_path):
         }  # fmt: skip
 
 
+def test_differences_of_zero_change_nothing_and_others_can_be_left_out(tmp_path):
+    path = write_file(tmp_path / "x.safetensors", pairs(), "comfy")
+    plain, tensors = files.read(path, DECLARED), load_file(path)
+    start = "diffusion_model.double_blocks.0"
+    tensors[f"{start}.img_attn.norm.query_norm.diff"] = np.zeros(8, np.float32)
+    tensors[f"{start}.img_mlp.0.diff_b"] = np.zeros(64, np.float32)
+    save_file(tensors, path)
+    assert files.read(path, DECLARED).factors.keys() == plain.factors.keys()
+    tensors[f"{start}.img_mlp.0.diff_b"][3] = 1e-3
+    save_file(tensors, path)
+    assert f'not supported: {start}.img_mlp.0.diff_b (ignore=("*.diff_b",) goes without)' in refusal(path)
+    for ignore in (("*.diff_b",), ("diffusion_model.double_blocks.0.img_mlp.0.",)):
+        assert files.read(path, DECLARED, ignore=ignore).factors.keys() == plain.factors.keys()
+    assert "holds no tensors but those to ignore" in refusal(path, ignore=("*",))
+
+
 def test_for_a_quantized_model_that_is_split_and_kept_on_the_host(tmp_path):
     """The declaration may be that of the model as it runs."""
     path = write_file(tmp_path / "my style.v2.safetensors", pairs(), "diffusers")
