@@ -136,7 +136,9 @@ def shares(call: tpu_blocks.Call, setting: Setting) -> tuple[list[float], float]
                 cut += 1
                 masked += 1 if setting.backward else _parts(call, edges, row, key)
     total = whole + cut
-    return ([whole / total, masked / total] if cut else [1.0]), total
+    rounds = 1 if setting.backward else blocks.q // blocks.tile_q // tpu_forward.whole_part(call)[0]
+    runs = whole * rounds / total
+    return ([runs, masked / total] if cut else [runs]), total
 
 
 def _parts(call: tpu_blocks.Call, edges: tpu_blocks.Edges, row: int, key: int) -> int:

@@ -1,7 +1,9 @@
 """What only the TPU kernels have: blocks of several kinds, dq's way through HBM, and the TPU compiler."""
 
 import os
+import re
 from dataclasses import replace
+from unittest import mock
 
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
@@ -18,7 +20,13 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from tpu_interpreter import SMALL, WIDE, interpreted
 
-from shardzoo.kernels.flash_attention import flash_attention, tpu_backward, tpu_blocks, which_implementation
+from shardzoo.kernels.flash_attention import (
+    flash_attention,
+    tpu_backward,
+    tpu_blocks,
+    tpu_forward,
+    which_implementation,
+)
 from shardzoo.kernels.flash_attention.options import Extras, Options, Sizes
 
 CASES = {case.name: case for case in [*PLAIN, *MASKED]}
@@ -127,11 +135,18 @@ def test_heads_are_cut_out_by_the_kernel():
     assert "attention_forward" in text
     moved = [line for line in text.splitlines() if ("transpose(" in line or " copy(" in line) and "1024" in line]
     assert not moved, moved
+    assert re.search(r"attention_forward.*output_to_operand_aliasing=", text), "the output takes the queries' place"
 
 
 @pytest.mark.parametrize("name", ["causal-offset", "segments-cross"])
 def test_blocks_of_wide_matrix_units(name: str):
     check(CASES[name], WIDE)
+
+
+def test_unmasked_tiles_in_rounds():
+    """More tiles of queries in a block than are written out at once: the rest in further rounds of a loop."""
+    with mock.patch.object(tpu_forward, "_WHOLE_TILES", 2):
+        check(CASES["length-512"])
 
 
 @pytest.mark.parametrize("causal", [False, True])
