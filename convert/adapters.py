@@ -9,6 +9,7 @@ Layouts, told apart by the names of the tensors:
 |-----------|-----------------------------------------------------------|-----------------------------------------|
 | PEFT      | `base_model.model.<path>.lora_A.weight`                   | adapter_config.json beside it           |
 | diffusers | `transformer.<path>.lora_A.weight` or `.lora.down.weight` | `<path>.alpha`, or the file's metadata  |
+|           | `text_encoder.<path>.lora_linear_layer.down.weight`       | the same                                |
 | kohya     | `lora_unet_<path with underscores>.lora_down.weight`      | `<path>.alpha`                          |
 | ComfyUI   | `diffusion_model.<original path>.lora_down.weight`        | `<path>.alpha`                          |
 | DiffSynth | `pipe.dit.<original path>.lora_A.default.weight`          | none                                    |
@@ -51,9 +52,9 @@ METADATA = "lora_adapter_metadata"  # of diffusers, in the header of a safetenso
 MOST_NAMED = 40
 FILES = tuple(f"{stem}.{end}" for end in ("safetensors", "bin") for stem in ("adapter_model", "pytorch_lora_weights"))
 _PART = re.compile(
-    r"(?P<module>.+?)\.(?:(?P<a>lora_A(?:\.[\w-]+)?\.weight|lora_down\.weight|lora\.down\.weight"
+    r"(?P<module>.+?)\.(?:(?P<a>lora_A(?:\.[\w-]+)?\.weight|lora_down\.weight|lora(?:_linear_layer)?\.down\.weight"
     r"|(?:(?<=_lora\.)|(?<=_lora[12]\.))down\.weight)"
-    r"|(?P<b>lora_B(?:\.[\w-]+)?\.weight|lora_up\.weight|lora\.up\.weight"
+    r"|(?P<b>lora_B(?:\.[\w-]+)?\.weight|lora_up\.weight|lora(?:_linear_layer)?\.up\.weight"
     r"|(?:(?<=_lora\.)|(?<=_lora[12]\.))up\.weight)|(?P<alpha>alpha))"
 )
 _XLABS = tuple(  # a module's original name, XLabs' name for it, and for which of the leaves in it that is

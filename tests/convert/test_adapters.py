@@ -12,7 +12,7 @@ from shardzoo.convert import adapters as files
 from shardzoo.convert.families.flux import FAMILY
 from shardzoo.convert.rules import expected
 from shardzoo.errors import InputError
-from shardzoo.zoo import adapters, decoder, flux, layout, quantize
+from shardzoo.zoo import adapters, clip_text, decoder, flux, layout, quantize
 from shardzoo.zoo.linears import linear_layers
 from shardzoo.zoo.mesh import make_mesh
 
@@ -211,6 +211,18 @@ def test_text_encoders_by_their_numbers(tmp_path, start, component):
     assert set(files.read(path, LLM, component=component).factors) == {"blocks.attn.q.weight"}
     with pytest.raises(InputError, match="holds no tensors but those to ignore"):
         files.read(path, LLM, component="transformer")
+
+
+def test_text_encoders_as_diffusers_wrote_them(tmp_path):
+    """`convert_state_dict_to_diffusers`, which its training scripts call for text encoders."""
+    config = clip_text.Config(vocab=32, embed=8, mlp=12, layers=2, heads=2, positions=8)
+    declared, name = clip_text.declare(config), "text_encoder.text_model.encoder.layers.1.self_attn.k_proj"
+    a, b = (np.random.default_rng(0).normal(size=s).astype(np.float32) for s in ((3, 8), (8, 3)))
+    tensors = {f"{name}.lora_linear_layer.down.weight": a, f"{name}.lora_linear_layer.up.weight": b}
+    save_file(tensors, tmp_path / "x.safetensors")
+    (factors,) = files.read(tmp_path / "x.safetensors", declared, component="text_encoder").factors.values()
+    assert np.array_equal(factors.a[1, 1], a) and np.array_equal(factors.b[1, 1].reshape(8, 3), b)
+    assert factors.ratio.tolist() == [[0, 0, 0], [0, 1, 0]]
 
 
 @pytest.mark.parametrize("first, second", [(0.0, 6.0), (6.0, 0.0), (0.0, 0.0)])
