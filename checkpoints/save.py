@@ -298,8 +298,8 @@ def _publish(
 
 
 def provenance_of(source: Checkpoint | None) -> dict[str, tuple[Json, ...]]:
-    """Path -> source ranges of every leaf of a checkpoint, for a model restored from it."""
+    """Path, of whole weights in any form -> source ranges of every leaf, for a model restored from this checkpoint."""
     if source is None:
         return {}
-    known = {path: leaf.provenance for path, leaf in source.manifest.leaves.items()}
+    known = {whole_path(path): leaf.provenance for path, leaf in source.manifest.leaves.items()}
     return known | {carried_path(key): leaf.provenance for key, leaf in source.manifest.carried.items()}

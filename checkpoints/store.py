@@ -25,7 +25,10 @@ IN_FLIGHT = max(8, os.cpu_count() or 1)  # reads of files at a time: with more, 
 WRITERS = 8  # files written at a time: waiting for the device costs no processor
 FULL = (errno.ENOSPC, errno.EDQUOT)  # the disk is full, or this user's share of it
 # The place itself will not do, however often it is tried: below a file, on a read-only disk, without files of its own.
-UNFIT = (errno.EEXIST, errno.ENOTDIR, errno.EROFS, errno.ENOENT, errno.ENAMETOOLONG, errno.ELOOP, errno.EOPNOTSUPP)
+UNFIT = (
+    *(errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.EROFS, errno.ENOENT),
+    *(errno.ENAMETOOLONG, errno.ELOOP, errno.EOPNOTSUPP),
+)
 
 
 def context() -> ts.Context:

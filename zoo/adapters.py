@@ -37,7 +37,7 @@ from shardzoo.errors import fail_if
 from shardzoo.zoo import layout
 from shardzoo.zoo.layers import Linear
 from shardzoo.zoo.layout import HOST, LAYER, Param
-from shardzoo.zoo.linears import BLOCK, input_dims, kept, linear_layers, with_weights
+from shardzoo.zoo.linears import BLOCK, input_dims, kept, linear_layers, plain, with_weights
 from shardzoo.zoo.quantize import scale_dtype
 from shardzoo.zoo.weights import Adapted, Lora, Quantized, Weight, declared_base
 
@@ -246,47 +246,60 @@ def trainable(model: layout.Tree) -> layout.Tree:
     return jax.tree.map_with_path(one, model)
 
 
-def merge(declared: layout.Tree, model: layout.Tree, *, donate: bool = False) -> tuple[layout.Tree, layout.Tree]:
+def merge(
+    declared: layout.Tree, model: layout.Tree, *, dequantize: bool = False, donate: bool = False
+) -> tuple[layout.Tree, layout.Tree]:
     """Declaration and live model with the adapters added to the weights, `W + sum_i strength_i * ratio_i * B_i A_i`.
 
     Computed where the weights lie, one layer of a stack at a time, in float32, and rounded to the weight's dtype once.
 
     Args:
+        dequantize: quantized weights that have adapters become plain ones, in the dtype of their scales.
         donate: reuse the memory of the weights, which must then not be used again.
 
     Raises:
-        InputError: quantized weights, all by name: they keep their adapters apart.
+        InputError: quantized weights, all by name, without `dequantize`: they keep their adapters apart.
     """
     layers = linear_layers(declared)
     adapted = {path: layer for path, layer in layers.items() if isinstance(layer.weight, Adapted)}
+    quantized = [path for path, layer in adapted.items() if isinstance(layer.weight.base, Quantized)]
     fail_if(
-        [f"{path}: is quantized" for path, layer in adapted.items() if isinstance(layer.weight.base, Quantized)],
-        "merge: adapters stay apart from quantized weights; merge first and quantize then",
+        [] if dequantize else [f"{path}: is quantized" for path in quantized],
+        "merge: adapters stay apart from quantized weights; merge first and quantize then, or pass dequantize=True",
     )
-    live = linear_layers(model)
+    live, whole = linear_layers(model), linear_layers(plain(declared))
     merged = {path: _merged(layer, live[path].weight, donate) for path, layer in adapted.items()}
-    return _each(declared, lambda weight: weight.base), with_weights(model, merged)
+    return with_weights(declared, {path: whole[path].weight for path in adapted}), with_weights(model, merged)
 
 
 def _merged(declared: Linear, live: Adapted, donate: bool) -> Array:
     param, base = declared_base(declared.weight), live.base
-    assert isinstance(base, jax.Array)
-    if base.sharding.memory_kind == HOST:
-        here = jax.device_put(base, base.sharding.with_memory_kind("device"))
-        return jax.device_put(_merged(declared, Adapted(base=here, lora=live.lora), True), base.sharding)
+    lies = base.values.sharding if isinstance(base, Quantized) else base.sharding
+    if lies.memory_kind == HOST:
+        here = jax.tree.map(lambda leaf: jax.device_put(leaf, leaf.sharding.with_memory_kind("device")), base)
+        return jax.device_put(_merged(declared, Adapted(base=here, lora=live.lora), True), lies)
     add = jax.jit(
         functools.partial(_add, stacked=param.names[0] == LAYER, blocked=is_blocked(param)),
-        out_shardings=base.sharding,
-        donate_argnums=0 if donate else (),
+        out_shardings=lies,
+        donate_argnums=0 if donate and not isinstance(base, Quantized) else (),
     )
     return add(base, list(live.lora.values()))
 
 
-def _add(base: Float[Array, "*shape"], loras: list[Lora], *, stacked: bool, blocked: bool) -> Float[Array, "*shape"]:
-    def one(base: Array, loras: list[Lora]) -> Array:
-        return sum((_product(lora, blocked) for lora in loras), base.astype(jnp.float32)).astype(base.dtype)
+def _add(
+    base: Float[Array, "*shape"] | Quantized, loras: list[Lora], *, stacked: bool, blocked: bool
+) -> Float[Array, "*shape"]:
+    def one(base: Array | Quantized, loras: list[Lora]) -> Array:
+        return sum((_product(lora, blocked) for lora in loras), _in_float32(base)).astype(base.dtype)
 
     return lax.map(lambda both: one(*both), (base, loras)) if stacked else one(base, loras)
+
+
+def _in_float32(base: Float[Array, "*shape"] | Quantized) -> Float[Array, "*shape"]:
+    if not isinstance(base, Quantized):
+        return base.astype(jnp.float32)
+    scale = jnp.asarray(base.scale, jnp.float32)
+    return base.values.astype(jnp.float32) * scale.reshape(scale.shape + (1,) * (base.ndim - scale.ndim))
 
 
 def _product(lora: Lora, blocked: bool) -> Float[Array, "*out_in"]:

@@ -15,6 +15,7 @@ from shardzoo.convert.convert import convert
 from shardzoo.convert.export import export
 from shardzoo.errors import InputError
 from shardzoo.zoo import optimizer_state
+from shardzoo.zoo.linears import linear_layers
 
 
 def test_a_step_is_exported_to_the_layout_that_the_run_began_from(tmp_path):
@@ -69,3 +70,31 @@ def test_tensors_that_no_model_runs_go_along_into_every_step(tmp_path):
     file.write_bytes(data)
     with pytest.raises(InputError, match=r"carried/model.layers.0.self_attn.rotary_emb.inv_freq"):
         checkpoints.verify(came.path)
+
+
+@pytest.mark.parametrize("kind", [None, "int8"])
+def test_adapters_that_are_merged_are_exported(tmp_path, kind):
+    """As after training them: beside the weights in a run's step, merged into what was restored from it, saved."""
+    source = tiny_llama.write(tmp_path / "hf")
+    convert(source, tmp_path / "ckpt", quantize=kind, sync=False)
+    came, mesh = checkpoints.open(tmp_path / "ckpt"), zoo.make_mesh()
+    layers = linear_layers(came.declared)
+    lora = zoo.adapters.declare_lora(layers["blocks.mlp.down.weight"], 2, np.float32)
+    ones = zoo.adapters.Factors(**{n: np.ones(getattr(lora, n).shape, np.float32) for n in ("a", "b", "ratio")})
+    style = zoo.adapters.Adapter(name="style", strength=0.5, factors=dict.fromkeys(["blocks.mlp.down.weight"], ones))
+    declared, model = zoo.adapters.attach(came.declared, checkpoints.restore(came, mesh), mesh, [style])
+    checkpoints.save(tmp_path / "apart", model, declared, source=came, sync=False)
+    with pytest.raises(InputError, match="holds adapters beside 1 weights"):
+        export(tmp_path / "apart", tmp_path / "never")
+    apart = checkpoints.open(tmp_path / "apart")
+    merged = zoo.adapters.merge(apart.declared, checkpoints.restore(apart, mesh), dequantize=kind is not None)
+    checkpoints.save(tmp_path / "merged", *reversed(merged), source=apart, sync=False)
+    export(tmp_path / "ckpt", tmp_path / "before", dequantize=kind is not None)
+    export(tmp_path / "merged", tmp_path / "after", dequantize=kind is not None)
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("before", "after"))
+    assert before.keys() == after.keys()
+    for key, value in before.items():
+        added = 1.0 if key.endswith("down_proj.weight") else 0.0  # strength 0.5, ratio 1, rank 2
+        expected = (value.astype(np.float32) + added).astype(value.dtype).astype(np.float32)
+        rounded_twice = 0 if kind is None or not added else 2**-5  # one step of bfloat16 below 8
+        np.testing.assert_allclose(after[key].astype(np.float32), expected, rtol=0, atol=rounded_twice, err_msg=key)

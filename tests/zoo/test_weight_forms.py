@@ -101,13 +101,19 @@ def test_quantized_with_adapters_on_a_mesh(family):
     new, made, plain = rounded(declared, harsh(declared), "int8")
     one = make_mesh()
     both = adapters.attach(declared, layout.place(declared, one, plain), one, [style(declared)])
-    want = run(family, declared, one, adapters.merge(*both)[1])
+    _, whole = adapters.merge(*both)
+    want = run(family, declared, one, whole)
     mesh = make_mesh(tensor=2, context=2, kv_heads=2 if family in ("decoder", "qwen3-5") else None)
     apart = adapters.attach(new, layout.place(new, mesh, made), mesh, [style(new)])
     bare = run(family, new, mesh, adapters.detach(*apart)[1])
     for got, expected, without in zip(run(family, apart[0], mesh, apart[1]), want, bare, strict=True):
         assert np.abs(got - expected).max() <= TOLERANCE * np.abs(expected).max()
         assert np.abs(without - expected).max() > 0.01 * np.abs(expected).max()
+    full, merged = adapters.merge(*apart, dequantize=True)
+    assert full == declared
+    for path, leaf in layout.named(merged).items():
+        expected = np.asarray(layout.named(whole)[path])
+        assert np.abs(leaf - expected).max() <= TOLERANCE * np.abs(expected).max(), path
 
 
 def test_adapters_of_an_autoencoder_whose_attention_takes_its_weights_in_parts():
