@@ -17,7 +17,7 @@ import numpy as np
 from shardzoo.checkpoints.forms import quantized_leaves
 from shardzoo.checkpoints.grid import SMALL_LEAF, LeafSpec
 from shardzoo.checkpoints.manifest import CARRIED, canonical
-from shardzoo.convert import bundle
+from shardzoo.convert import bundle, recognise
 from shardzoo.convert.families import FamilyRules, Layout
 from shardzoo.convert.finding import best_match, find_family, find_layout, looks, whole_prefix, without_prefix
 from shardzoo.convert.names import batched_names
@@ -175,6 +175,13 @@ def make_plan(
         InputError: everything that does not fit, in one message, with what the source looks like instead.
     """
     cast = parse_dtype(dtype)
+    if wrapped := recognise.without_inner_wrappers(source.tensors):
+        bare = source.named(wrapped)
+        plan = make_plan(
+            bare, family=family, component=component, dtype=dtype, config=config, prefix=prefix, quantize=quantize
+        )
+        source.config, source.config_text = bare.config, bare.config_text  # it may have been set aside
+        return _renamed(plan, source, wrapped)
     whole, (source, left) = source, bundle.choose(source, component)
     rules, given = find_family(source, family=family, config=config)
     try:
@@ -191,6 +198,28 @@ def make_plan(
     if left:
         plan = _without(plan, whole, left)
     return plan if quantize is None else quantized(plan, quantize)
+
+
+def _renamed(plan: Plan, source: Source, key_of: Mapping[str, str]) -> Plan:
+    """The plan of a source under other keys as one of the source itself."""
+
+    def place(path: str) -> str:
+        start, _, key = path.partition("/")
+        return f"{CARRIED}/{key_of[key]}" if start == CARRIED and key in key_of else path
+
+    def leaf(one: LeafPlan) -> LeafPlan:
+        pieces = [dataclasses.replace(p, target=place(p.target), source=key_of[p.source]) for p in one.pieces]
+        return dataclasses.replace(one, pieces=tuple(pieces))
+
+    return dataclasses.replace(
+        plan,
+        leaves={place(path): leaf(one) for path, one in plan.leaves.items()},
+        aliases={key_of[key]: key_of[of] for key, of in plan.aliases.items()},
+        carried={key_of[key]: why for key, why in plan.carried.items()},
+        skipped={key_of[key]: why for key, why in plan.skipped.items()},
+        tensors=source.tensors,
+        notes=(*plan.notes, "names of wrappers inside of keys (_orig_mod and the like) were taken off"),
+    )
 
 
 def _without(plan: Plan, whole: Source, left: Mapping[str, str]) -> Plan:

@@ -38,11 +38,14 @@ _SIGNS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
     )
 )
 WRAPPERS = (
-    *("module.", "_orig_mod.", "transformer.", "model.diffusion_model.", "diffusion_model.", "state_dict."),
+    *("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module."),
+    *("transformer.", "model.diffusion_model.", "diffusion_model.", "state_dict."),
     *("base_model.model.", "net.", "model."),
     *("vae.", "first_stage_model.", "cond_stage_model.", "clip_vision."),  # parts of ComfyUI's files
     *("text_encoders.clip_l.", "text_encoders.t5xxl."),
 )
+# What wraps modules inside of a model: torch.compile, FSDP, recomputed activations.
+_INNER = re.compile(r"(?<![^.])(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 _ENCODER = re.compile(r"text_encoders\.[^.]+\.")  # the same, whatever the encoder is called
 
 
@@ -68,6 +71,17 @@ def common_prefixes(keys: Iterable[str]) -> list[str]:
             break
         prefixes.append(prefix)
     return prefixes
+
+
+def without_inner_wrappers(keys: Iterable[str]) -> dict[str, str]:
+    """Key without the names of modules' wrappers -> key; of keys that have none, and of those that would be alike, {}.
+
+    What all keys begin with stays: that is a prefix.
+    """
+    names = list(keys)
+    start = len(common_prefixes(names)[-1])
+    bare = {name[:start] + _INNER.sub("", name[start:]): name for name in names}
+    return bare if len(bare) == len(names) and set(bare) != set(names) else {}
 
 
 def is_wrapper(prefix: str) -> bool:

@@ -126,6 +126,13 @@ class Source:
         one.tensors = types.MappingProxyType({key: info for key, info in self.tensors.items() if key in keys})
         return one
 
+    def named(self, key_of: Mapping[str, str]) -> "Source":
+        """The same with its tensors by other keys, for planning alone: they are read by their own."""
+        one = copy.copy(self)
+        infos = {other: replace(self.tensors[key], key=other) for other, key in key_of.items()}
+        one.tensors = types.MappingProxyType(infos)
+        return one
+
     def set_config_aside(self, why: str) -> None:
         """Treats the folder's config.json as not there, and says why."""
         self.config_text = self.config = None

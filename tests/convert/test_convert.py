@@ -4,6 +4,7 @@ import contextlib
 import functools
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -21,7 +22,9 @@ from shardzoo import checkpoints
 from shardzoo.convert import convert as conversion
 from shardzoo.convert import replacing, stream
 from shardzoo.convert.convert import convert, plan_conversion
+from shardzoo.convert.export import export
 from shardzoo.convert.source import open_source
+from shardzoo.convert.verify import verify
 from shardzoo.errors import InputError
 
 LAYERS = 3
@@ -234,6 +237,26 @@ def test_known_wrappers_are_taken_off_and_said_so(source, tmp_path, prefix):
     report = convert(source, tmp_path / "ckpt", sync=False)
     assert report.prefix == prefix and any(repr(prefix) in note for note in report.notes)
     check_values(checkpoints.open(tmp_path / "ckpt"), wanted)
+
+
+@pytest.mark.parametrize("inner", ["_orig_mod.", "_fsdp_wrapped_module._checkpoint_wrapped_module."])
+def test_wrappers_inside_of_keys_are_taken_off_and_exported_again(source, tmp_path, inner):
+    """As torch.compile, FSDP and recomputed activations leave them in each block, also where all of it is wrapped."""
+    wanted = safetensors.torch.load_file(source / "model.safetensors")
+    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.arange(4.0)}
+
+    def wrapped(state):
+        blocks = {re.sub(r"(layers\.\d+\.)", rf"\1{inner}", key): value for key, value in (state | extra).items()}
+        return {f"_fsdp_wrapped_module.{key}": value for key, value in blocks.items()}
+
+    rewrite(source, wrapped)
+    report = convert(source, tmp_path / "ckpt", sync=False)
+    assert report.prefix == "_fsdp_wrapped_module." and any("wrappers inside of keys" in n for n in report.notes)
+    check_values(checkpoints.open(tmp_path / "ckpt"), wanted)
+    compared = verify(tmp_path / "ckpt", source).tensors
+    assert len(compared) == len(wanted) + 1 and not any(one.different or one.problem for one in compared)
+    export(tmp_path / "ckpt", tmp_path / "again")
+    assert (tmp_path / "again/model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
 
 
 def test_an_unknown_prefix_is_named_and_taken_off_on_request(source, tmp_path):
