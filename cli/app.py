@@ -393,6 +393,8 @@ def verify(
     json: Json = False,
 ) -> None:
     """Check every byte of a checkpoint against its digests and, with SRC, every tensor against its source."""
+    if source is None and (variant is not None or select is not None):
+        raise typer.BadParameter("are about SRC: give it, or leave them out", param_hint="--variant, --select")
     _commands().verify(checkpoint, source, quick=quick, component=component, variant=variant, select=select, json=json)
 
 

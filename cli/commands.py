@@ -279,6 +279,8 @@ def generate(
     plain = layout.keep_on_host(found.declared) if offload else found.declared
     if found.family.text is None:
         raise InputError(f"{checkpoint}: generate runs language models, and this is {found.family.name!r}")
+    if raw and system is not None:
+        raise InputError("generate: --system is for the chat template, which --raw leaves out: leave out one of them")
     if dtype is not None and dtype.itemsize < 2:
         raise InputError(f"generate: dtype={dtype.name} is for storage: run in float32, bfloat16 or float16")
     layout.audit(plain, degrees)

@@ -43,6 +43,11 @@ def open_weight_file(
         raise InputError(f"{path}: {foreign}")
     # A safetensors file may begin with any byte, the low one of its header's length: look for the header itself.
     if start[8:9] == b"{" or (path.suffix == ".safetensors" and not start.startswith(b"PK\x03\x04")):
+        if select is not None:
+            raise InputError(
+                f"{path}: select={select!r} chooses among the dicts of a PyTorch file, and this is a safetensors file:"
+                " leave select (--select) out"
+            )
         return open_safetensors(path, strategy)
     if start.startswith(b"PK\x03\x04") or start.startswith(b"\x80"):
         return open_torch_file(path, strategy, select=select, verify_crc=verify_crc)

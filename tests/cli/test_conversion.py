@@ -111,6 +111,7 @@ def test_one_of_several_dicts_in_a_file_is_selected(tmp_path):
         name: {key: torch.from_numpy(value.astype("float32")) for key, value in weights.items()}
         for name, weights in dicts.items()
     }
+    refused(invoke("convert", source, tmp_path / "ckpt", "--select", "ema"), "select='ema'", "is a safetensors file")
     (source / "model.safetensors").unlink()
     torch.save(as_torch, source / "pytorch_model.bin")
     refused(invoke("convert", source, tmp_path / "ckpt", "--select", "none"), "select='none'")
@@ -120,6 +121,8 @@ def test_one_of_several_dicts_in_a_file_is_selected(tmp_path):
         assert invoke("verify", tmp_path / name, source, "--select", name).status == 0
         assert invoke("audit", source, "--mesh", "one", "--select", name).status == 0
     refused(invoke("verify", tmp_path / "ema", source, "--select", "state"), "differs from")
+    ended = invoke("verify", tmp_path / "ema", "--select", "ema")
+    assert ended.status == 2 and "about SRC" in ended.err
 
 
 def test_one_of_several_variants_is_chosen(source, tmp_path):
