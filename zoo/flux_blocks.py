@@ -25,6 +25,7 @@ from shardzoo.zoo.layers import (
     SplitInputLinear,
     gather_residual,
     row_sum,
+    settled,
 )
 from shardzoo.zoo.layout import Param
 from shardzoo.zoo.mesh import CONTEXT, TP
@@ -122,7 +123,8 @@ def modulated(
     x: Float[Array, "batch part_seq embed"], norm: LayerNorm, shift: Array, scale: Array
 ) -> Float[Array, "batch part_seq embed"]:
     """The stream, normed, scaled and shifted."""
-    return norm(x) * (1 + scale) + shift
+    x, scale, shift = settled((x, scale, shift))
+    return settled(norm(x) * (1 + scale) + shift)
 
 
 class Heads(eqx.Module):
@@ -166,8 +168,8 @@ def up(c: Sizes) -> ColumnLinear:
 def activated(y: Float[Array, "batch seq *block_mlp"]) -> Float[Array, "batch seq mlp"]:
     """What follows the mlp's first layer: of a pair silu of the first part times the second, else gelu."""
     if y.ndim == 4:
-        return jax.nn.silu(y[:, :, 0]) * y[:, :, 1]
-    return jax.nn.gelu(y, approximate=True)
+        return settled(jax.nn.silu(y[:, :, 0]) * y[:, :, 1])
+    return settled(jax.nn.gelu(y, approximate=True))
 
 
 def down(c: Sizes, bias: Param | None) -> RowLinear:
@@ -222,7 +224,7 @@ class Stream(eqx.Module):
     ) -> Float[Array, "batch part_seq embed"]:
         """The stream after this block, from what the queries got."""
         _, _, gate, shift, scale, mlp_gate = rows
-        x = x + gate * self.out(attended, residual)
+        x = settled(x + gate * self.out(attended, residual))
         y = gather_residual(modulated(x, self.norm, shift, scale), residual)
         return x + mlp_gate * self.down(activated(self.up(y)), residual)
 
