@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from shardzoo.kernels.flash_attention import flash_attention
 from shardzoo.kernels.flash_attention.options import varying_over
@@ -72,8 +72,13 @@ def clear_padding(
     rows = x.shape[ROWS]
     if lax.axis_size(SPLIT) * rows == height:
         return x
-    row = lax.axis_index(SPLIT) * rows + jnp.arange(rows)
+    row = _place() * rows + jnp.arange(rows)
     return jnp.where((row < height)[:, None, None], x, 0)
+
+
+def _place() -> Int[Array, ""]:
+    """Which of the devices that share the rows this one is; there are several."""
+    return lax.axis_index(tuple(axis for axis in SPLIT if lax.axis_size(axis) > 1))
 
 
 def exchange_rows(
@@ -299,7 +304,8 @@ class GroupNorm(eqx.Module):
         """
         ways, rows = lax.axis_size(SPLIT), x.shape[1]
         counts = np.clip(height - rows * np.arange(ways), 0, rows) * (x.shape[2] * x.shape[3] // self.groups)
-        own = 1 / jnp.maximum(jnp.asarray(counts, x.dtype), 1)[lax.axis_index(SPLIT)]
+        each = jnp.asarray(1 / np.maximum(counts, 1), x.dtype)
+        own = each[_place()] if ways > 1 else each[0]
         mean = self.total(clear_padding(x, height)) * own
         square = self.total(clear_padding(jnp.square(x - self.spread(mean)), height))
         parts = lax.all_gather(jnp.stack([mean, square]), SPLIT) if ways > 1 else jnp.stack([mean, square])[None]

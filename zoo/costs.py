@@ -51,7 +51,8 @@ _KINDS = {
     "all_to_all": "all-to-all",
     "ppermute": "collective-permute",
 }
-_GATHERS = frozenset(("all_gather", "all_gather_invariant"))
+_FOLLOWED = VIEWS | {"all_gather", "all_gather_invariant"}  # what a weight stays the same weight through
+_COSTLY = frozenset((*_KINDS, *PRODUCTS, "pallas_call", "scan", "cond", "while"))
 _KERNELS = {"attention": "attention", "delta": "delta rule"}  # word in a kernel's name -> part
 ACTIVATIONS = "activations"  # work of no weights: products of activations by one another
 _UNBOUNDED = (
@@ -189,10 +190,11 @@ def _walk(jaxpr: Jaxpr, sizes: Mapping[str, int], parts: Sequence[str | None]) -
     of = {id(value): part for value, part in zip(program.inputs, parts, strict=True) if part}
     depends = _Dependence(program)
     for step in program.steps:
-        own = _step(step, sizes, [of.get(id(value)) for value in step.inputs])
-        total.add(own)
+        own = _step(step, sizes, [of.get(id(value)) for value in step.inputs]) if step.name in _COSTLY else None
+        if own is not None:
+            total.add(own)
         depends.add(step, own)
-        if step.name in VIEWS | _GATHERS:
+        if step.name in _FOLLOWED:
             named = next((of[id(value)] for value in step.inputs if id(value) in of), None)
             of.update((id(value), named) for value in step.outputs if named)
     for step, own in depends.collectives():
@@ -233,11 +235,12 @@ class _Dependence:
         self.needs: list[int] = []
         self.behind: dict[int, int] = {id(value): 0 for value in program.inputs}
 
-    def add(self, step: Step, own: _Count) -> None:
+    def add(self, step: Step, own: _Count | None) -> None:
+        """A step, and what it costs if anything."""
         needs = 0
         for value in step.inputs:
             needs |= self.behind.get(id(value), 0)
-        if own.parts or own.collectives:
+        if own is not None and (own.parts or own.collectives):
             self.needs.append(needs)
             needs |= 1 << len(self.costly)
             self.costly.append((step, own))
