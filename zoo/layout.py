@@ -113,13 +113,21 @@ def sharded(f: Callable[..., Any], mesh: Mesh | AbstractMesh, in_specs: Any, out
     """`jax.shard_map` of `f` with what repeats checked: what a family's `forward` is made by.
 
     Arrays of fewer dims are broadcast in `f` also for callers whose own code must not (`jax_numpy_rank_promotion`).
+    Called outside of any transformation it is compiled whole: JAX cannot run attention's rule of differentiation in a
+    `shard_map` step by step.
     """
 
     def one_device(*arrays: Any) -> Any:
         with jax.numpy_rank_promotion("allow"):
             return f(*arrays)
 
-    return jax.shard_map(one_device, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True)
+    mapped = jax.shard_map(one_device, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True)
+
+    def run(*arrays: Any) -> Any:
+        traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arrays))
+        return (mapped if traced else jax.jit(mapped))(*arrays)
+
+    return run
 
 
 def abstract(declared: Tree, mesh: Mesh | AbstractMesh, dtype: Any = None) -> Tree:

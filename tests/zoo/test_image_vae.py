@@ -118,6 +118,12 @@ def test_mesh_parity(case, degrees):
     assert_close(run(*CASES[case], degrees), one_device(run, case))
 
 
+def test_decode_outside_of_jit():
+    declared, mesh = image_vae.declare(PLAIN), make_mesh(context=2)
+    got = direction("decode", declared, mesh)(live_on(declared, mesh), given((3, 3, 5, 4)))
+    assert_close(np.asarray(got), one_device(run, "decode plain"))
+
+
 QUICK_GRADIENTS = [("decode with statistics", dict(context=3))]
 
 
