@@ -51,13 +51,19 @@ class Exchange:
         return None if self.heads == 1 else [[g * self.heads + i for g in range(self.rows)] for i in range(self.heads)]
 
     def split_heads(
-        self, x: Float[Array, "batch seq ..."], heads_dim: int = HEADS
-    ) -> Float[Array, "batch more_seq ..."]:
-        """All-to-all among neighbours: their sequence of this device's share of the heads."""
+        self, x: Float[Array, "batch seq *pair heads head_dim"]
+    ) -> Float[Array, "batch more_seq *pair fewer_heads head_dim"]:
+        """All-to-all among neighbours: their sequence of this device's share of the heads.
+
+        Here and on the way back a device's heads are one dim, as a TPU pads a few heads to whole tiles.
+        """
         if self.heads == 1:
             return x
-        groups = self.neighbours
-        return lax.all_to_all(x, CONTEXT, heads_dim, SEQ, tiled=True, axis_index_groups=groups)
+        batch, seq, *pair, heads, head_dim = x.shape
+        share = heads // self.heads
+        parts = x.reshape(batch, seq, *pair, self.heads, share * head_dim)
+        parts = lax.all_to_all(parts, CONTEXT, parts.ndim - 2, SEQ, tiled=True, axis_index_groups=self.neighbours)
+        return parts.reshape(batch, self.heads * seq, *pair, share, head_dim)
 
     def split_seq(
         self, x: Float[Array, "batch more_seq heads head_dim"]
@@ -65,7 +71,10 @@ class Exchange:
         """All-to-all among neighbours, back: all heads of this device's share of the sequence."""
         if self.heads == 1:
             return x
-        return lax.all_to_all(x, CONTEXT, SEQ, HEADS, tiled=True, axis_index_groups=self.neighbours)
+        batch, seq, heads, head_dim = x.shape
+        parts = x.reshape(batch, seq, 1, heads * head_dim)
+        parts = lax.all_to_all(parts, CONTEXT, SEQ, HEADS, tiled=True, axis_index_groups=self.neighbours)
+        return parts.reshape(batch, seq // self.heads, self.heads * heads, head_dim)
 
     def gather_seq(self, x: Float[Array, "batch more_seq ..."]) -> Float[Array, "batch all_seq ..."]:
         """All-gather among peers: the whole sequence."""
@@ -104,6 +113,7 @@ def attention(
     key_mask: Bool[Array, "batch seq"] | None = None,
     bias: Float[Array, "one heads all_q all_kv"] | None = None,
     distance_bias: Float[Array, "heads distances"] | None = None,
+    exchanged: Exchange | None = None,
 ) -> Float[Array, "batch seq heads head_dim"]:
     """Self-attention of a sequence that is split over `context`.
 
@@ -113,16 +123,20 @@ def attention(
     of `bias`: entry d + all_seq - 1 is that of keys d places after the query. It is spread over queries and keys here,
     for the heads or the queries that this device works on. Rows beyond `lengths` come out as zeros. float32 inside.
     `windowed` says of a layer in a loop whether it has the window (None: it has): a branch that holds no collective.
+    `exchanged` is the exchange whose `split_heads` q, k and v have been through, piece by piece; the caller brings the
+    result back by its `split_seq`.
 
     Collectives: where heads are split three all-to-all (q; k and v; output), where rows are one all-gather (k and v);
     one more all-gather for `segment_ids` or `key_mask`.
     """
-    plan = exchange(q.shape[HEADS], kv.shape[3], lax.axis_size(CONTEXT))
+    plan = exchanged or exchange(q.shape[HEADS], kv.shape[3], lax.axis_size(CONTEXT))
     kv_ids = segment_ids if key_mask is None else jnp.where(key_mask, 0, -1)
     if kv_ids is not None and plan.heads * plan.rows > 1:
         kv_ids = lax.all_gather(kv_ids, CONTEXT, axis=SEQ, tiled=True)
-    kv = kv if plan.kv_index is None else kv[:, :, :, np.asarray(plan.kv_index)]
-    q, kv = plan.split_heads(q), plan.gather_seq(plan.split_heads(kv, heads_dim=3))
+    if exchanged is None:
+        kv = kv if plan.kv_index is None else kv[:, :, :, np.asarray(plan.kv_index)]
+        q, kv = plan.split_heads(q), plan.split_heads(kv)
+    kv = plan.gather_seq(kv)
     here = _Here(plan, heads=q.shape[HEADS], rows=q.shape[SEQ])
     if distance_bias is not None:
         bias = here.by_distance(distance_bias)
@@ -135,8 +149,10 @@ def attention(
         causal=causal, scale=scale, soft_cap=soft_cap,
     )  # fmt: skip
     if windowed is None:
-        return plan.split_seq(attend(window=window))
-    return plan.split_seq(lax.cond(windowed, lambda: attend(window=window), lambda: attend(window=None)))
+        out = attend(window=window)
+    else:
+        out = lax.cond(windowed, lambda: attend(window=window), lambda: attend(window=None))
+    return plan.split_seq(out) if exchanged is None else out
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int, Num, Shaped, jaxtyped
 
 from shardzoo.errors import fail_if
 from shardzoo.zoo import layout
-from shardzoo.zoo.attention import attention
+from shardzoo.zoo.attention import attention, exchange
 from shardzoo.zoo.dtypes import float_dtype
 from shardzoo.zoo.families import Family, TraceSizes, register
 from shardzoo.zoo.layers import SEQ, Residual, own_share, pad
@@ -273,25 +273,30 @@ def _forward(
     turn = grid_rotary(config.head_dim, grid, lax.axis_index(CONTEXT) * split.share + jnp.arange(split.share))
     lengths = None if split.total == tokens else jnp.full(latents.shape[0], tokens, jnp.int32)
     embedded = None if text is None else _embedded(model, run, text, image)
+    heads = config.heads // lax.axis_size(TP)
+    plan = exchange(heads, heads, split.context)
+    width = heads // plan.heads * config.head_dim
 
     def body(x, inputs):
         block, keys = inputs
         block = layout.gather_at_rest(block, declared.blocks)
         keys = block.cross.context(*embedded) if keys is None else keys
 
-        # Between the chunks heads lie as the TPU's kernel reads them, so that a chunk is copied and never all tokens.
+        # Between the chunks a device's heads lie as the TPU's kernel reads them, and each chunk is exchanged by itself:
+        # all tokens of queries, keys and values are held once, and neither copied nor received beside what was sent.
         def project(x, turn, along):
-            q, kv = block.project(x, modulation._replace(**along), turn, dtype, run.residual)
-            return [y.reshape(*y.shape[:2], -1) for y in (q, kv[:, :, 0], kv[:, :, 1])]
+            q, kv = map(plan.split_heads, block.project(x, modulation._replace(**along), turn, dtype, run.residual))
+            return [y.reshape(y.shape[0], plan.heads, -1, width) for y in (q, kv[:, :, 0], kv[:, :, 1])]
 
         def finish(x, attended, along):
-            attended = attended.reshape(*attended.shape[:2], -1, config.head_dim)
+            attended = plan.split_seq(attended.reshape(attended.shape[0], -1, heads // plan.heads, config.head_dim))
             return block.finish(x, attended, modulation._replace(**along), keys, run.residual)
 
         flat = split.each_chunk(project, x, turn, modulation.along)
-        q, k, v = (y.reshape(*y.shape[:2], -1, config.head_dim) for y in flat)
-        attended = attention(q, jnp.stack([k, v], axis=2), lengths=lengths)
-        return split.update_chunks(finish, x, attended.reshape(*attended.shape[:2], -1), modulation.along), None
+        q, k, v = (y.reshape(y.shape[0], -1, heads // plan.heads, config.head_dim) for y in flat)
+        attended = attention(q, jnp.stack([k, v], axis=2), lengths=lengths, exchanged=plan)
+        attended = attended.reshape(attended.shape[0], plan.heads, -1, width)
+        return split.update_chunks(finish, x, attended, modulation.along), None
 
     body = rematerialised(body, run.remat)
     x, _ = lax.scan(body, x, (model.blocks, context))
@@ -363,27 +368,45 @@ class Split:
         parts = parts.reshape(self.context, self.tensor, batch, self.chunks, self.size, channels)
         return parts.transpose(2, 0, 3, 1, 4, 5).reshape(batch, self.total, channels)
 
-    def each_chunk(self, f: Callable[..., Any], *args: Any) -> Any:
-        """f of the first chunk of every array in the arguments, of the second and so on, and the results joined."""
+    def each_chunk(
+        self, f: Callable[..., list[Shaped[Array, "batch ways chunk width"]]], *args: Any
+    ) -> list[Shaped[Array, "batch ways seq width"]]:
+        """f of the first chunk of every array in the arguments, of the second and so on, and the results joined.
+
+        Each takes its place in the whole result, which is never copied.
+        """
         if self.chunks == 1:
             return f(*args)
-        return jax.tree.map(_joined, lax.map(lambda part: f(*part), jax.tree.map(self._cut, args)))
+        parts = jax.tree.map(self._cut, args)
 
-    def update_chunks(self, f: Callable[..., Array], x: Array, *args: Any) -> Array:
-        """The same for an f that gives the new x, each chunk of which takes the place of the old one."""
-        if self.chunks == 1:
-            return f(x, *args)
-
-        def body(x: Array, inputs: tuple[Array, Any]) -> tuple[Array, None]:
+        def body(held: list[Array], inputs: tuple[Array, Any]) -> tuple[list[Array], None]:
             chunk, part = inputs
+            return [lax.dynamic_update_index_in_dim(h, y, chunk, 2) for h, y in zip(held, f(*part), strict=True)], None
+
+        each = jax.eval_shape(lambda parts: f(*jax.tree.map(lambda x: x[0], parts)), parts)
+        held = [jnp.zeros((*y.shape[:2], self.chunks, *y.shape[2:]), y.dtype) for y in each]
+        held = lax.pcast(held, (DATA, CONTEXT, *TP), to="varying")
+        held, _ = lax.scan(body, held, (jnp.arange(self.chunks), parts))
+        return [y.reshape(*y.shape[:2], -1, y.shape[-1]) for y in held]
+
+    def update_chunks(
+        self, f: Callable[..., Array], x: Array, attended: Shaped[Array, "batch ways seq width"], along: Any
+    ) -> Array:
+        """f of x, of attended and of the arrays of `along`, in chunks; the new x of each takes the place of the old."""
+        if self.chunks == 1:
+            return f(x, attended, along)
+
+        def body(x: Array, inputs: tuple[Array, Array, Any]) -> tuple[Array, None]:
+            chunk, *part = inputs
             new = f(lax.dynamic_index_in_dim(x, chunk, 0, keepdims=False), *part)
             return lax.dynamic_update_index_in_dim(x, new, chunk, 0), None
 
-        inputs = jnp.arange(self.chunks), jax.tree.map(self._cut, args)
+        inputs = jnp.arange(self.chunks), self._cut(attended, 2), jax.tree.map(self._cut, along)
         return _joined(lax.scan(body, self._cut(x), inputs)[0])
 
-    def _cut(self, x: Shaped[Array, "batch seq ..."]) -> Shaped[Array, "chunks batch chunk ..."]:
-        return x.reshape(x.shape[0], self.chunks, -1, *x.shape[2:]).swapaxes(0, 1)
+    def _cut(self, x: Shaped[Array, "..."], axis: int = SEQ) -> Shaped[Array, "..."]:
+        """The chunks of x along this axis, on a new one in front."""
+        return jnp.moveaxis(x.reshape(*x.shape[:axis], self.chunks, -1, *x.shape[axis + 1 :]), axis, 0)
 
 
 def _joined(x: Shaped[Array, "chunks batch chunk ..."]) -> Shaped[Array, "batch seq ..."]:
