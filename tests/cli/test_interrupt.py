@@ -76,3 +76,22 @@ command.main()
     begin = time.monotonic()
     done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=60)
     assert done.returncode in INTERRUPTED and done.stderr == "" and time.monotonic() - begin < 25
+
+
+def test_an_interrupted_command_ends_without_taking_the_interpreter_down():
+    """Threads of XLA that compile meanwhile would crash it: here an exit handler stands for that."""
+    code = """
+import atexit, os
+import shardzoo.__main__ as command
+import shardzoo.cli.app
+
+def work(**options):
+    print("said")
+    raise SystemExit(130)
+
+atexit.register(os._exit, 11)
+shardzoo.cli.app.app = work
+command.main()
+"""
+    done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "said\n", "")
