@@ -18,10 +18,11 @@ from jaxtyping import Array, Bool, Float, Int, Num
 
 from shardzoo.kernels.flash_attention.options import varying_like, varying_over
 from shardzoo.kernels.gated_delta import gated_delta, gated_delta_parts
+from shardzoo.zoo import layout
 from shardzoo.zoo.in_place import block_at, from_storage, to_storage
 from shardzoo.zoo.layers import WHOLE_STREAM, ColumnLinear, Residual, RowLinear
 from shardzoo.zoo.layout import Param
-from shardzoo.zoo.mesh import CONTEXT, DATA, PIPE, TP
+from shardzoo.zoo.mesh import CONTEXT, DATA, PIPE, TP, traced_platform
 from shardzoo.zoo.weights import Leaf
 
 SEQ = 1
@@ -50,12 +51,22 @@ class Recurrent(NamedTuple):
     tail: Num[Array, "*layer batch before channels"]
     state: Float[Array, "*layer batch value_heads key_dim value_dim"]
 
-    def write(self, layer: Int[Array, ""], one: "Recurrent", here: Bool[Array, ""] | None = None) -> "Recurrent":
-        """That of all layers with one of them replaced, in place; unchanged where not `here`."""
+    def write(
+        self, layer: Int[Array, ""], one: "Recurrent", here: Bool[Array, ""] | None = None, last: Array | None = None
+    ) -> "Recurrent":
+        """That of all layers with one of them replaced, in place; unchanged where not `here`.
+
+        `last` is a result of all that reads what is replaced. On CPUs it is waited for: XLA reads the old state again
+        wherever it is used, and copies that of all layers, twice a layer, where the new one could come before that.
+        """
         stored = one._replace(tail=to_storage(one.tail))
         if here is not None:
             stored = jax.tree.map(lambda x, old: jnp.where(here, x, old), stored, block_at(self, layer))
-        return jax.tree.map(lambda all, x: lax.dynamic_update_index_in_dim(all, x, layer, 0), self, stored)
+        waits = last is not None and traced_platform() == "cpu"
+        at = layout.after(layer, last) if waits else layer
+        state = lax.dynamic_update_index_in_dim(self.state, stored.state, at, 0)
+        at = layout.after(layer, state) if waits else layer  # the new state is made of the old tail
+        return Recurrent(lax.dynamic_update_index_in_dim(self.tail, stored.tail, at, 0), state)
 
     def read(self, layer: Int[Array, ""], dtype: jnp.dtype) -> "Recurrent":
         """That of one layer."""

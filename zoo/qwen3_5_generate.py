@@ -119,7 +119,7 @@ def decode_step(
         x, cache = carry
         block = layout.gather_at_rest(block_at(model.delta, layer), declared.delta, to="invarying")
         mixed, kept = block.mixer.step(block.enter(x), cache.delta.read(layer, x.dtype))
-        return block.finish(x, mixed), cache._replace(delta=cache.delta.write(layer, kept, here))
+        return block.finish(x, mixed), cache._replace(delta=cache.delta.write(layer, kept, here, last=mixed))
 
     def attend(carry: Carry, layer: Array, here: Array | None) -> Carry:
         x, cache = carry

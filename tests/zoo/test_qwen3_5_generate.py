@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -202,6 +203,17 @@ def test_a_decode_step_does_not_copy_its_caches(degrees):
     one_layer = slots * 2 * LONG.head_dim * 2  # bytes on a device, in either case
     assert memory.alias_size_in_bytes > LONG.super_blocks * one_layer
     assert memory.temp_size_in_bytes < one_layer
+
+
+def test_a_decode_step_on_a_cpu_copies_no_state_of_all_layers():
+    declared, mesh, model = live({})
+    run = generate(declared, mesh)
+    text = jax.jit(lambda model: run(model, TOKENS, LENGTHS, max_new_tokens=NEW)).lower(model).compile().as_text()
+    c = CONFIG
+    layers, channels = c.layers - c.super_blocks, 2 * c.key_heads * c.key_dim + c.value_heads * c.value_dim
+    for shape in ((layers, 3, c.value_heads, c.key_dim, c.value_dim), (layers, 3, c.delta_sizes.taps - 1, channels)):
+        stack = f"f32[{','.join(map(str, shape))}]"
+        assert f"= {stack}" in text and not re.findall(rf"= {re.escape(stack)}\S* copy\(.*", text)
 
 
 @pytest.mark.slow
