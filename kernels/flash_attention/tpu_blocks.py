@@ -25,7 +25,8 @@ class Blocks:
     """q queries meet kv keys in one grid step, in tiles of (tile_kv, tile_q) logits.
 
     The matrix unit works `ahead` tiles in front of the softmax. With `registers`, the running sums of a tile of
-    queries stay values from one tile of keys to the next instead of going through memory.
+    queries stay values from one tile of keys to the next instead of going through memory. Unmasked forward code is
+    written out for `written` tiles at most; what a block has more is done in further rounds of a loop.
     """
 
     q: int
@@ -34,6 +35,7 @@ class Blocks:
     tile_kv: int
     ahead: int = 1
     registers: bool = False
+    written: int = 256
 
 
 # Matrix units of 128 x 128 (v4, v5e, v5p) and of 256 x 256 (v6e, 7x).
@@ -67,6 +69,9 @@ def preset(step: Pass, size: Sizes, itemsize: int, with_bias: bool) -> Blocks:
     blocks = (_WIDE if wide else _NARROW)[step]
     if step == "forward" and not wide and size.head_dim <= LANES // 2:
         blocks = _NARROW_HALF
+    if step == "forward" and chip() in ("TPU v5", "TPU v5p"):
+        # Two rounds: 1.3 % more bundles than all of a block written out, and half the time to compile. On v5e 1.6 %.
+        blocks = replace(blocks, written=128)
     if with_bias:
         # A block of the bias lies in VMEM twice, in float32 or bfloat16.
         blocks = replace(blocks, q=min(blocks.q, 512), kv=min(blocks.kv, 1024))
