@@ -84,8 +84,11 @@ CHIPS: Mapping[str, Chip] = {
 }  # fmt: skip
 _NAME = re.compile(r"([A-Za-z][A-Za-z0-9-]*)-([0-9]{1,6})")
 # Shapes of slices of so many chips, as libtpu names them.
-_FLAT = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
-_CUBIC = {4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4x4x8", 256: "4x8x8", 512: "8x8x8"}
+_FLAT = {1: "1x1", 2: "1x2", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
+_CUBIC = {
+    1: "1x1x1", 2: "1x1x2", 4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4x4x8", 256: "4x8x8",
+    512: "8x8x8",
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -45,6 +45,16 @@ def test_lines_for_people():
     assert "on each TPU v5 lite: arguments " in ended.out and "collectives in the program: " in ended.out
 
 
+@pytest.mark.parametrize("slice", ["v5e-1", "v6e-2", "v5p-2", "v4-8", "v7x-2", "v5p-16"])
+def test_slices_have_the_devices_that_the_audit_counts(slice):
+    """Parts of a host too; those of v4 are pairs of cores, as programs on them see it."""
+    from shardzoo.cli import chips, topology
+
+    where = chips.parse(slice)
+    devices = topology.topology_devices(where.topology)
+    assert len(devices) == where.devices and {d.device_kind for d in devices} == {where.chip.kind}
+
+
 def test_little_effort_of_the_compiler_is_told():
     words = ("audit", "tiny/x", "--mesh", "tensor=4", "--topology", "v5e:2x2", "--tokens", 128, "--json")
     full, quick = (json.loads(invoke(*words, *more).out)["meshes"][0]["compiled"] for more in ((), ("--quick",)))
@@ -106,3 +116,15 @@ def test_without_libtpu_it_is_named(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     ended = invoke("audit", "tiny/x", "--mesh", "tensor=4", "--topology", "v5e:2x2")
     assert ended.status == 1 and "pip install libtpu" in ended.err
+
+
+@pytest.mark.slow
+def test_the_compiler_refuses_by_its_peak():
+    """What our arithmetic is held against (`Compiled.off`): more than a chip has may be set aside."""
+    words = ("audit", "wan-vae/wan2.1-vae", "--chips", "v5e-1", "--mesh", "one", "--compile", "--frames", 81, "--json")
+    audit = json.loads(invoke(*words, "--height", 1152, "--width", 1152).out)
+    room, compiled = audit["ranking"]["meshes"][0]["room"], audit["meshes"][0]["compiled"]
+    assert compiled["peak_bytes"] < room < 0.9 * compiled["total_bytes"]
+    assert audit["ranking"]["meshes"][0]["memory"]["program"] == pytest.approx(compiled["peak_bytes"], rel=0.05)
+    ended = invoke(*words, "--height", 1280, "--width", 1280)
+    assert ended.status == 1 and "does not fit the devices' memory" in ended.err
