@@ -24,3 +24,8 @@ def fail_if(problems: Iterable[str], title: str) -> None:
         raise InputError(f"{title}: {listed[0]}")
     if listed:
         raise InputError("\n  ".join([f"{title}:", *listed]))
+
+
+def nothing_in(**shapes: tuple[int, ...]) -> list[str]:
+    """The problems of arrays, by name, that hold nothing: an empty batch, or a video of no frames."""
+    return [f"{name}={shape} holds nothing: give at least one of each" for name, shape in shapes.items() if 0 in shape]

@@ -30,7 +30,7 @@ from jax import P
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Float, PRNGKeyArray, Shaped, UInt32, jaxtyped
 
-from shardzoo.errors import fail_if
+from shardzoo.errors import fail_if, nothing_in
 from shardzoo.zoo import layout
 from shardzoo.zoo.conv import SPLIT, Pointwise, on_mesh, pad_to_mesh
 from shardzoo.zoo.dtypes import float_dtype
@@ -254,7 +254,7 @@ def encode(
 
 def _check_images(config: Config, shape: tuple[int, ...], *, normalized: bool) -> None:
     _, channels, height, width = shape
-    factor, problems = config.space_factor, []
+    factor, problems = config.space_factor, nothing_in(images=shape)
     if channels != config.channels:
         problems.append(f"channels={channels} are not the {config.channels} of the config: pass [batch, channels, ...]")
     small = {name: size for name, size in (("height", height), ("width", width)) if size < factor}
@@ -304,11 +304,12 @@ def decode(
         model: Autoencoder, latents: Float[Host, "batch latent_channels latent_height latent_width"]
     ) -> Float[Array, "batch channels height width"]:
         batch, channels, height, _ = latents.shape
+        problems = nothing_in(latents=latents.shape)
         if channels != config.latent_channels:
-            wrong = (
+            problems.append(
                 f"channels={channels} are not the {config.latent_channels} of the config: pass [batch, channels, ...]"
             )
-            fail_if([wrong], "image_vae.decode")
+        fail_if(problems, "image_vae.decode")
         given = denormalize(model, latents) if normalized else jnp.asarray(latents)
         shard = on_mesh(declared, mesh, lambda model, x: images(model, x, height), (IMAGE,), IMAGE)
         out = shard(model, pad_to_mesh(given.astype(dtype), mesh, HEIGHT))

@@ -18,7 +18,7 @@ from jax import P, lax
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Float, Int, Num, Shaped, jaxtyped
 
-from shardzoo.errors import fail_if
+from shardzoo.errors import fail_if, nothing_in
 from shardzoo.zoo import layout
 from shardzoo.zoo.attention import attention, exchange
 from shardzoo.zoo.dtypes import float_dtype
@@ -152,6 +152,7 @@ CONTEXT_SPEC = P(None, None, DATA, None, TP)
 def _check(config: Config, latents: Any, timesteps: Any, text: Any, image: Any, context: Context | None) -> Sizes:
     """The grid of tokens, if what f was given goes together."""
     title, channels = "wan.forward", latents.shape[1]
+    fail_if(nothing_in(latents=latents.shape), title)
     grid = grid_of(latents.shape, config.patch, title)
     tokens = math.prod(grid)
     problems = []
@@ -172,6 +173,10 @@ def _check(config: Config, latents: Any, timesteps: Any, text: Any, image: Any, 
 
 
 def _condition_problems(config: Config, text: Any, image: Any) -> Iterator[str]:
+    given = {name: x.shape for name, x in (("text", text), ("image", image)) if x is not None}
+    if empty := nothing_in(**given):
+        yield from empty
+        return
     if text is not None and text.shape[-1] != config.text:
         yield f"text: width {text.shape[-1]} is not the model's {config.text}: give the text encoder's states"
     if text is not None and (image is None) != (config.image is None):
@@ -292,7 +297,7 @@ def _forward(
             attended = plan.split_seq(attended.reshape(attended.shape[0], -1, heads // plan.heads, config.head_dim))
             return block.finish(x, attended, modulation._replace(**along), keys, run.residual)
 
-        flat = split.each_chunk(project, x, turn, modulation.along)
+        flat = split.each_chunk(project, plan.heads, x, turn, modulation.along)
         q, k, v = (y.reshape(y.shape[0], -1, heads // plan.heads, config.head_dim) for y in flat)
         attended = attention(q, jnp.stack([k, v], axis=2), lengths=lengths, exchanged=plan)
         attended = attended.reshape(attended.shape[0], plan.heads, -1, width)
@@ -369,7 +374,7 @@ class Split:
         return parts.transpose(2, 0, 3, 1, 4, 5).reshape(batch, self.total, channels)
 
     def each_chunk(
-        self, f: Callable[..., list[Shaped[Array, "batch ways chunk width"]]], *args: Any
+        self, f: Callable[..., list[Shaped[Array, "batch ways chunk width"]]], ways: int, *args: Any
     ) -> list[Shaped[Array, "batch ways seq width"]]:
         """f of the first chunk of every array in the arguments, of the second and so on, and the results joined.
 
@@ -378,6 +383,9 @@ class Split:
         if self.chunks == 1:
             return f(*args)
         parts = jax.tree.map(self._cut, args)
+        if ways == 1:  # chunks lie one after another, as a loop's results do: no place is cleared for them first
+            each = lax.map(lambda part: f(*part), parts)
+            return [jnp.moveaxis(y, 0, 2).reshape(*y.shape[1:3], -1, y.shape[-1]) for y in each]
 
         def body(held: list[Array], inputs: tuple[Array, Any]) -> tuple[list[Array], None]:
             chunk, part = inputs

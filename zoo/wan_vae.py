@@ -31,7 +31,7 @@ from jax import P, lax
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Float, jaxtyped
 
-from shardzoo.errors import fail_if
+from shardzoo.errors import fail_if, nothing_in
 from shardzoo.zoo import layout
 from shardzoo.zoo.conv import SPLIT, Pointwise, on_mesh, pad_to_mesh
 from shardzoo.zoo.dtypes import float_dtype
@@ -219,7 +219,7 @@ def _cut(way: Direction, out: Array, like: Video) -> Array:
 
 def _check(way: Direction, config: Config, video: Video, frames: int | None = None) -> None:
     """That a whole video, or a piece of so many frames, is one that the direction takes."""
-    problems = []
+    problems = nothing_in(video=video.shape)
     _, channels, count, height, width = video.shape
     if channels != way.channels:
         problems.append(f"channels={channels} are not the {way.channels} of the config: pass [batch, channels, ...]")

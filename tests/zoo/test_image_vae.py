@@ -207,6 +207,9 @@ def test_refusals():
         decode(model, given((1, 4, 2, 2)))
     with pytest.raises(InputError, match="width=3 of latents does not divide by 2"):
         decode(model, given((1, 3, 2, 3)))
+    for f, name, shape in ((encode, "images", (0, 3, 4, 4)), (decode, "latents", (0, 3, 2, 2))):
+        with pytest.raises(InputError, match=f"{name}=.*holds nothing"):
+            f(model, given(shape))
 
 
 @pytest.mark.parametrize(

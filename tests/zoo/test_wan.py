@@ -194,6 +194,8 @@ def test_refusals():
 
     refused("either text or context")
     refused("image: missing", text=TEXT)
+    refused("latents=.*holds nothing", latents=LATENTS[:0], times=times[:0], text=TEXT[:0])
+    refused("image=.*holds nothing", text=TEXT, image=PICTURES[:0])
     refused("channels=3", latents=LATENTS[:, :3], **inputs(IMAGE))
     refused("height=5 does not divide", latents=LATENTS[:, :, :, :5], **inputs(IMAGE))
     refused("seq=7 are not the 45 tokens", times=np.zeros((B, 7)), **inputs(IMAGE))

@@ -200,6 +200,8 @@ def test_refusals():
         wan_vae.encode(plain, mesh)(live_on(plain, mesh), given((1, 3, 1, 4, 1)))
     with pytest.raises(InputError, match="frames=2"):
         next(wan_vae.decode_stream(declared, mesh).run(model, [given((1, 3, 2, 2, 2))]))
+    with pytest.raises(InputError, match=r"video=\(0, 3, 1, 2, 2\) holds nothing"):
+        decode(model, given((0, 3, 1, 2, 2)))
 
 
 @pytest.mark.parametrize(
