@@ -21,7 +21,8 @@ PLAIN = Config(
     latent_channels=3, widths=(4, 6), decoder_widths=(4, 6), blocks=1, groups=2, scale=0.5, shift=0.3
 )  # fmt: skip
 FULL = dataclasses.replace(PLAIN, quant=True, post_quant=True, statistics=True)
-DEEP = dataclasses.replace(FULL, widths=(4, 6, 8), decoder_widths=(6, 4, 2), blocks=2, statistics=False)
+# At least two channels a group: one alone takes its bias off again, and the gradient of that is nothing but rounding.
+DEEP = dataclasses.replace(FULL, widths=(4, 6, 8), decoder_widths=(8, 6, 4), blocks=2, statistics=False)
 slow = pytest.mark.slow
 
 
