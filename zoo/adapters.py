@@ -38,7 +38,7 @@ from shardzoo.zoo import layout
 from shardzoo.zoo.layers import Linear
 from shardzoo.zoo.layout import HOST, LAYER, Param
 from shardzoo.zoo.linears import BLOCK, input_dims, kept, linear_layers, plain, with_weights
-from shardzoo.zoo.quantize import scale_dtype
+from shardzoo.zoo.quantize import dequantize, scale_dtype
 from shardzoo.zoo.weights import Adapted, Lora, Quantized, Weight, declared_base
 
 RANK = "rank"
@@ -290,16 +290,11 @@ def _add(
     base: Float[Array, "*shape"] | Quantized, loras: list[Lora], *, stacked: bool, blocked: bool
 ) -> Float[Array, "*shape"]:
     def one(base: Array | Quantized, loras: list[Lora]) -> Array:
-        return sum((_product(lora, blocked) for lora in loras), _in_float32(base)).astype(base.dtype)
+        whole = np.dtype(np.float32)
+        begin = dequantize(base.values, base.scale, whole) if isinstance(base, Quantized) else base.astype(whole)
+        return sum((_product(lora, blocked) for lora in loras), begin).astype(base.dtype)
 
     return lax.map(lambda both: one(*both), (base, loras)) if stacked else one(base, loras)
-
-
-def _in_float32(base: Float[Array, "*shape"] | Quantized) -> Float[Array, "*shape"]:
-    if not isinstance(base, Quantized):
-        return base.astype(jnp.float32)
-    scale = jnp.asarray(base.scale, jnp.float32)
-    return base.values.astype(jnp.float32) * scale.reshape(scale.shape + (1,) * (base.ndim - scale.ndim))
 
 
 def _product(lora: Lora, blocked: bool) -> Float[Array, "*out_in"]:

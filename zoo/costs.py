@@ -52,7 +52,6 @@ _KINDS = {
     "ppermute": "collective-permute",
 }
 _FOLLOWED = VIEWS | {"all_gather", "all_gather_invariant"}  # what a weight stays the same weight through
-_COSTLY = frozenset((*_KINDS, *PRODUCTS, "pallas_call", "scan", "cond", "while"))
 _KERNELS = {"attention": "attention", "delta": "delta rule"}  # word in a kernel's name -> part
 ACTIVATIONS = "activations"  # work of no weights: products of activations by one another
 _UNBOUNDED = (
@@ -190,7 +189,7 @@ def _walk(jaxpr: Jaxpr, sizes: Mapping[str, int], parts: Sequence[str | None]) -
     of = {id(value): part for value, part in zip(program.inputs, parts, strict=True) if part}
     depends = _Dependence(program)
     for step in program.steps:
-        own = _step(step, sizes, [of.get(id(value)) for value in step.inputs]) if step.name in _COSTLY else None
+        own = _step(step, sizes, of)
         if own is not None:
             total.add(own)
         depends.add(step, own)
@@ -205,9 +204,10 @@ def _walk(jaxpr: Jaxpr, sizes: Mapping[str, int], parts: Sequence[str | None]) -
     return total
 
 
-def _step(step: Step, sizes: Mapping[str, int], parts: Sequence[str | None]) -> _Count:
-    """What one equation costs, with the programs in it."""
+def _step(step: Step, sizes: Mapping[str, int], of: Mapping[int, str]) -> _Count | None:
+    """What one equation costs, with the programs in it; None of most. `of` has the part of each weight, by its id."""
     own, params = _Count(), step.eqn.params
+    parts = [of.get(id(value)) for value in step.inputs]
     if step.name in _KINDS:
         _collective(own, step.eqn, _KINDS[step.name], sizes)
     elif step.name == "pallas_call":
@@ -224,6 +224,8 @@ def _step(step: Step, sizes: Mapping[str, int], parts: Sequence[str | None]) -> 
             found = _walk(inner, sizes, [None] * len(inner.invars))
             if found.flops or found.collectives:
                 raise InputError(_UNBOUNDED)
+    else:
+        return None
     return own
 
 

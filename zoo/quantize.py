@@ -21,7 +21,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from jaxtyping import Float, Shaped
+from jaxtyping import Array, Float, Shaped
 
 from shardzoo.errors import InputError
 from shardzoo.zoo import layout
@@ -30,6 +30,7 @@ from shardzoo.zoo.layout import LAYER, Param
 from shardzoo.zoo.linears import input_dims, kept, linear_layers, with_weights
 from shardzoo.zoo.weights import Adapted, Quantized, Weight, declared_base
 
+Host = Array | np.ndarray
 DTYPES: Mapping[str, np.dtype] = {"int8": np.dtype(np.int8), "fp8": np.dtype(ml_dtypes.float8_e4m3fn)}
 KINDS: Mapping[np.dtype, str] = {dtype: kind for kind, dtype in DTYPES.items()}
 LARGEST = {"int8": 127.0, "fp8": 448.0}
@@ -118,7 +119,7 @@ def at_scale(
     return (np.rint(x) if kind == "int8" else x).astype(DTYPES[kind])
 
 
-def _beside(scale: Float[np.ndarray, "*out"], weight: Shaped[np.ndarray, "*out_in"]) -> Float[np.ndarray, "..."]:
+def _beside(scale: Float[Host, "*out"], weight: Shaped[Host, "*out_in"]) -> Float[Host, "..."]:
     """The scales in float32, with a dim of size 1 for each dim of the inputs."""
     return scale.astype(np.float32).reshape(*scale.shape, *[1] * (weight.ndim - scale.ndim))
 
@@ -144,8 +145,6 @@ def least_scale(dtype: np.dtype) -> np.float32:
     return np.float32(2.0**-24 if dtype == np.float16 else 2.0**-126)
 
 
-def dequantize(
-    values: Shaped[np.ndarray, "*out_in"], scale: Float[np.ndarray, "*out"], dtype: np.dtype
-) -> Float[np.ndarray, "*out_in"]:
+def dequantize(values: Shaped[Host, "*out_in"], scale: Float[Host, "*out"], dtype: np.dtype) -> Float[Any, "*out_in"]:
     """The weights that values and scales stand for; exact in float32 and rounded once in a narrower dtype."""
     return (values.astype(np.float32) * _beside(scale, values)).astype(dtype)
