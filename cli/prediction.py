@@ -23,6 +23,7 @@ from shardzoo.cli.targets import Target
 from shardzoo.cli.terminal import size_text
 from shardzoo.cli.verdicts import Verdict, judge, total
 from shardzoo.errors import InputError
+from shardzoo.kernels.outline import outlined
 from shardzoo.zoo import layout
 from shardzoo.zoo.costs import Collective, Costs, costs_by
 from shardzoo.zoo.families import Family, TraceSizes, find_family
@@ -216,8 +217,8 @@ def _link(collective: Collective, chip: Chip) -> Link:
 
 
 def abstract_mesh(degrees: Degrees, kind: str) -> AbstractMesh:
-    """A mesh of TPUs that are not there, to trace on."""
-    device = AbstractDevice(device_kind=kind, num_cores=1, platform="tpu")
+    """A mesh of TPUs that are not there, to trace on; kernels are only outlined there."""
+    device = AbstractDevice(device_kind=outlined(kind), num_cores=1, platform="tpu")
     types = (AxisType.Auto,) * len(AXES)
     return AbstractMesh(tuple(degrees.sizes.values()), AXES, axis_types=types, abstract_device=device)
 

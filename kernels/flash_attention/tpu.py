@@ -26,7 +26,7 @@ from jaxtyping import Array, Float
 
 from shardzoo.kernels.flash_attention import tpu_backward, tpu_bias, tpu_forward
 from shardzoo.kernels.flash_attention.options import Extras, Options, sizes
-from shardzoo.kernels.flash_attention.tpu_blocks import call_of
+from shardzoo.kernels.flash_attention.tpu_blocks import WIDEST, call_of
 
 DTYPES = ("float32", "bfloat16")
 
@@ -38,11 +38,11 @@ def supports(
     extras: Extras,
     options: Options,
 ) -> str | None:
-    """Takes every call in float32 and bfloat16 up to the head_dim that a block of 256 rows leaves VMEM for."""
+    """Takes every call in float32 and bfloat16 up to the head_dim that a block of 128 rows leaves VMEM for."""
     if str(q.dtype) not in DTYPES:
         return f"its dtype {q.dtype} is none of {', '.join(DTYPES)}"
-    if q.shape[3] > 512:
-        return f"its head_dim={q.shape[3]} is over 512"
+    if q.shape[3] > WIDEST:
+        return f"its head_dim={q.shape[3]} is over {WIDEST}"
     return None
 
 

@@ -38,6 +38,7 @@ from shardzoo.kernels.flash_attention.tpu_tiles import (
     when,
     without_rows_from,
 )
+from shardzoo.kernels.outline import body_of
 
 # Blocks of dq in VMEM: being read for the next step, being added to, being written after the last.
 _SLOTS = 3
@@ -309,7 +310,7 @@ def run(
     stored = (1 if kept else size.batch * size.kv_heads * visits, tiles, wide, blocks.tile_q)
     kv_shape = kernel_shape(call, size.kv_len, size.kv_heads)
     dq, dk, dv, _ = pl.pallas_call(
-        functools.partial(_kernel, call=call),
+        body_of(functools.partial(_kernel, call=call)),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(size.batch, size.kv_heads, call.kv_blocks, visits),

@@ -30,6 +30,7 @@ from shardzoo.kernels.flash_attention.tpu_tiles import (
     unpack,
     when,
 )
+from shardzoo.kernels.outline import body_of
 
 
 def _shared(call: Call, outer: tuple[Scalar, Scalar], shared: Scalar) -> tuple[Scalar, Scalar]:
@@ -103,7 +104,7 @@ def run(
     bias_bytes = 2 * extras.bias.size * extras.bias.dtype.itemsize
     shared = size.batch // batch * (size.heads // heads)
     return pl.pallas_call(
-        functools.partial(_kernel, call=call),
+        body_of(functools.partial(_kernel, call=call)),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(batch, heads, call.q_blocks, call.kv_blocks, shared),

@@ -12,8 +12,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from shardzoo.kernels.flash_attention.options import Extras, Options, Sizes, offset_of
+from shardzoo.kernels.outline import device_kind
 
 LANES = 128
+WIDEST = 1024  # head_dim that blocks of 128 rows leave VMEM for, in float32 on all chips
 
 Pass = Literal["forward", "backward", "bias"]
 Scalar = int | Int[Array, ""]
@@ -57,10 +59,7 @@ _NARROW_HALF = Blocks(q=2048, kv=2048, tile_q=256, tile_kv=256)
 
 def chip() -> str:
     """The kind of the device that is traced for: of the mesh in use if it has one, else of the default backend."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    if device is not None and device.platform == "tpu":
-        return device.device_kind
-    return jax.devices()[0].device_kind
+    return device_kind() or jax.devices()[0].device_kind
 
 
 def preset(step: Pass, size: Sizes, itemsize: int, with_bias: bool) -> Blocks:
@@ -76,11 +75,12 @@ def preset(step: Pass, size: Sizes, itemsize: int, with_bias: bool) -> Blocks:
         # A block of the bias lies in VMEM twice, in float32 or bfloat16.
         blocks = replace(blocks, q=min(blocks.q, 512), kv=min(blocks.kv, 1024))
     # Rows of more than 128 lanes of 2 bytes make fewer a block, later where the compiler gives a kernel more VMEM.
-    wider = itemsize * round_up(size.head_dim, LANES) // (2 * LANES)
+    wider = next(n for n in (1, 2, 4, 8, 16) if n * 2 * LANES >= itemsize * size.head_dim)
     spread = 1 if step == "forward" and not wide else 2
     q = blocks.q // (wider if step == "backward" else max(1, wider // spread))
     kv = blocks.kv // max(1, wider // spread)
-    return replace(blocks, q=max(256, q), kv=max(256, kv), tile_kv=min(blocks.tile_kv, 2048 // itemsize))
+    least = 256 if wider < 16 else 128
+    return replace(blocks, q=max(least, q), kv=max(least, kv), tile_kv=min(blocks.tile_kv, 2048 // itemsize))
 
 
 def fitted(blocks: Blocks, q_len: int, kv_len: int) -> Blocks:

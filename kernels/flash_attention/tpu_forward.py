@@ -39,6 +39,7 @@ from shardzoo.kernels.flash_attention.tpu_tiles import (
     window,
     without_rows_from,
 )
+from shardzoo.kernels.outline import body_of
 
 # Rows of queries and of keys that masked code works on between two branches: enough to keep the units busy, few
 # enough to leave out much of a block that a band cuts through. Where only the array's end hides keys, nothing is.
@@ -238,7 +239,7 @@ def run(
     tiles, wide = blocks.q // blocks.tile_q, blocks.tile_q
     like_q, like_k = row_bytes(call, q.dtype.itemsize)
     out, lse = pl.pallas_call(
-        functools.partial(_kernel, call=call),
+        body_of(functools.partial(_kernel, call=call)),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(size.batch, size.heads, call.q_blocks, call.kv_blocks),

@@ -30,6 +30,7 @@ from shardzoo.kernels.flash_attention.tpu_tiles import transposed
 from shardzoo.kernels.gated_delta.tpu_chunk import CHUNK, LANES, column, places, product, widened
 from shardzoo.kernels.gated_delta.tpu_forward import Chunk, Step
 from shardzoo.kernels.gated_delta.tpu_layout import Arrays, Plan, block_specs
+from shardzoo.kernels.outline import body_of
 
 
 class Gradients(NamedTuple):
@@ -65,7 +66,7 @@ def states(plan: Plan, x: Arrays) -> Float[Array, "batch blocks heads key_dim va
     specs = block_specs(plan)
     shape = (plan.batch, plan.blocks, *x.state.shape[1:])
     return pl.pallas_call(
-        functools.partial(_states_kernel, plan=plan),
+        body_of(functools.partial(_states_kernel, plan=plan)),
         grid=plan.grid,
         in_specs=[specs.keys, specs.keys, specs.values, specs.gates, specs.state],
         out_specs=specs.states,
@@ -233,7 +234,7 @@ def run(
     structs = [out_struct(shape, dtype, x.v) for shape, dtype in [*shapes, (x.state.shape, jnp.float32)]]
     written = sum(s.size * s.dtype.itemsize for s in structs)
     found = pl.pallas_call(
-        functools.partial(_kernel, plan=plan),
+        body_of(functools.partial(_kernel, plan=plan)),
         grid=plan.grid,
         in_specs=[*kinds[:4], specs.states, specs.values, specs.state],
         out_specs=kinds,

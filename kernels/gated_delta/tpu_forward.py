@@ -16,6 +16,7 @@ from shardzoo.kernels.flash_attention.options import out_struct
 from shardzoo.kernels.flash_attention.tpu_tiles import transposed, without_rows_from
 from shardzoo.kernels.gated_delta.tpu_chunk import CHUNK, Decays, decays, inverses, places, product, widened
 from shardzoo.kernels.gated_delta.tpu_layout import Arrays, Plan, block_specs
+from shardzoo.kernels.outline import body_of
 
 
 class Chunk(NamedTuple):
@@ -127,7 +128,7 @@ def run(plan: Plan, x: Arrays, out_dtype: jnp.dtype) -> tuple[Array, Array]:
     """Outputs (batch, seq, heads * value_dim) and final states, as `x.state`."""
     specs = block_specs(plan)
     return pl.pallas_call(
-        functools.partial(_kernel, plan=plan),
+        body_of(functools.partial(_kernel, plan=plan)),
         grid=plan.grid,
         in_specs=[specs.keys, specs.keys, specs.values, specs.gates, specs.state],
         out_specs=[specs.values, specs.state],

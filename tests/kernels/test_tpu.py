@@ -105,7 +105,7 @@ def test_compiles_with_loops_over_masked_parts():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("head_dim", [64, 80, 128, 256, 512])
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256, 384, 512, 640, 1024])
 @pytest.mark.parametrize("chip", list(TOPOLOGIES))
 def test_presets_fit_into_vmem(chip: str, head_dim: int, dtype: str):
     """The blocks of long sequences, with masks, within the memory that the compiler gives a kernel by itself."""
@@ -139,6 +139,11 @@ def test_heads_are_cut_out_by_the_kernel():
 @pytest.mark.parametrize("name", ["causal-offset", "segments-cross"])
 def test_blocks_of_wide_matrix_units(name: str):
     check(CASES[name], WIDE)
+
+
+def test_a_head_of_many_channels():
+    """One head of all channels, as in the autoencoders; some beyond whole lanes."""
+    check(Case(name="head_dim-1000", q_len=150, kv_len=150, heads=1, kv_heads=1, head_dim=1000))
 
 
 def test_unmasked_tiles_in_rounds():
