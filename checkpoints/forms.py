@@ -1,7 +1,8 @@
 """The forms in which a weight may be stored: one array, values and scales, either with adapters beside it.
 
 A plain weight is the leaf "....weight"; a quantized one "....weight.values" and "....weight.scale"; with adapters
-"....weight.base" (of either form) and "....weight.lora.<name>.a", "b", "ratio" and "strength".
+"....weight.base" (of either form) and "....weight.lora.<name>.a", "b", "ratio" and "strength". Any other leaf with
+what adapters add to it is "....base", unless the model has none by itself, and "....diff.<name>.value" and "strength".
 """
 
 from collections.abc import Mapping
@@ -9,18 +10,32 @@ from typing import Any
 
 from shardzoo.checkpoints.grid import LeafSpec
 from shardzoo.zoo import adapters, quantize
+from shardzoo.zoo.differences import Difference, Shifted
 from shardzoo.zoo.layers import Linear
-from shardzoo.zoo.layout import Param, Tree
-from shardzoo.zoo.linears import linear_layers, with_weights
+from shardzoo.zoo.layout import Param, Tree, named
+from shardzoo.zoo.linears import linear_layers, missing_biases, with_leaves, with_weights
 from shardzoo.zoo.weights import Adapted, Quantized, Weight, declared_base
 
-VALUES, SCALE, BASE, LORA = quantize.VALUES, quantize.SCALE, ".base", ".lora."
+VALUES, SCALE, BASE, LORA, DIFF = quantize.VALUES, quantize.SCALE, ".base", ".lora.", ".diff."
 
 
 def as_stored(declared: Tree, stored: Mapping[str, LeafSpec]) -> Tree:
-    """The declaration with each linear layer's weight in the form in which these leaves hold it."""
+    """The declaration with each leaf in the form in which these leaves hold it."""
     layers = linear_layers(declared)
-    return with_weights(declared, {path: _form(path, layer, stored) for path, layer in layers.items()})
+    new = with_weights(declared, {path: _form(path, layer, stored) for path, layer in layers.items()})
+    return with_leaves(new, _shifted(declared, stored))
+
+
+def _shifted(declared: Tree, stored: Mapping[str, LeafSpec]) -> dict[str, Shifted]:
+    """The leaves that these hold with differences beside them."""
+    own = named(declared)
+    params = {**missing_biases(declared), **own}
+    found: dict[str, dict[str, Difference]] = {}
+    for path in stored:
+        leaf, _, rest = path.partition(DIFF)
+        if rest.endswith(".value") and leaf in params:
+            found.setdefault(leaf, {})[rest.removesuffix(".value")] = adapters.declare_difference(params[leaf])
+    return {path: Shifted(base=own.get(path), diff=diff) for path, diff in found.items()}
 
 
 def _form(path: str, layer: Linear, stored: Mapping[str, LeafSpec]) -> Weight:

@@ -100,7 +100,8 @@ class Grid:
 
     def within(self, limit: tuple[int, ...]) -> "Grid":
         """The same cuts made finer so that no file crosses a multiple of `limit` in any dim."""
-        outer = tuple(_common(o, k) for o, k in zip(self.outer, limit, strict=True))
+        dims = zip(self.shape, self.outer, limit, strict=True)
+        outer = tuple(o if k >= n else _common(o, k) for n, o, k in dims)
         inner = tuple(_common(c, o) for c, o in zip(self.inner, outer, strict=True))
         return Grid(shape=self.shape, outer=outer, inner=inner)
 

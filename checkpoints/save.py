@@ -143,14 +143,14 @@ def header_of(model: Any, declared: Any, source: Checkpoint | None) -> ManifestH
 
 
 def _place(leaves: Mapping[str, Array], declared: Any, carried: Mapping[str, LeafSpec]) -> Placed:
-    """Folder, spec and grid of every leaf; with several processes, grids that stay inside each device's shard."""
+    """Folder, spec and grid of every leaf; with several processes, no file is of two of them."""
     params = named(declared)
     specs = {p: dc.replace(LeafSpec.of(params[p]), dtype=np.dtype(a.dtype)) for p, a in leaves.items()}
     placed = place_leaves(specs, carried)
     if jax.process_count() > 1:
         for path, leaf in leaves.items():
             folder, spec, grid = placed[path]
-            placed[path] = (folder, spec, grid.within(leaf.sharding.shard_shape(leaf.shape)))
+            placed[path] = (folder, spec, grid.within(unit_of_processes(leaf)))
     return placed
 
 
@@ -192,6 +192,7 @@ def _write_mine(
                     writer.write(path, at, values())
                 total, written = writer.finish(path)
                 done[path] = {"sums": total, "files": len(written)}
+        writer.settle()
     except InputError as error:
         return done, str(error)
     except OSError as error:
@@ -204,7 +205,7 @@ def _my_blocks(path: str, grid: Grid, leaves: Mapping[str, Array], source: Check
     if path in leaves:
         leaf = leaves[path]
         mine = owned(leaf)
-        blocks = [at for at in grid.blocks() if any(inside(at, region) for region in mine)]
+        blocks = [at for at in grid.blocks() if any(overlap(at, region) for region in mine)]
         if jax.process_count() == 1:
             blocks = list(grid.blocks())
         shards = {ranges(s.index, leaf.shape): s.data for s in leaf.addressable_shards}
@@ -217,19 +218,51 @@ def _my_blocks(path: str, grid: Grid, leaves: Mapping[str, Array], source: Check
 
 def owned(leaf: Array) -> list[Block]:
     """The distinct regions of a leaf whose first device, in the sharding's order, belongs to this process."""
-    owner: dict[tuple, jax.Device] = {}
-    for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
-        owner.setdefault(ranges(index, leaf.shape), device)
     me = jax.process_index()
-    return [tuple(slice(*r) for r in region) for region, device in owner.items() if device.process_index == me]
+    return [tuple(slice(*r) for r in region) for region, process in _owners(leaf).items() if process == me]
+
+
+def _owners(leaf: Array) -> dict[tuple[tuple[int, int], ...], int]:
+    """Region -> the process of its first device."""
+    owner: dict[tuple, int] = {}
+    for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
+        owner.setdefault(ranges(index, leaf.shape), device.process_index)
+    return owner
+
+
+def unit_of_processes(leaf: Array) -> tuple[int, ...]:
+    """The largest block whose multiples each lie in regions of one process: several shards of its devices, if it can.
+
+    Every file costs the storage a wait, so a process does not write one for each of its devices.
+    """
+    return _unit(leaf.shape, leaf.sharding.shard_shape(leaf.shape), _owners(leaf))
+
+
+def _unit(shape: tuple[int, ...], shard: tuple[int, ...], owners: Mapping[tuple, int]) -> tuple[int, ...]:
+    """That block, where `owners` tells the process of each region of this shape of shards."""
+    unit = [max(1, n) for n in shard]
+    grid = np.zeros([-(-n // u) for n, u in zip(shape, unit, strict=True)], np.int64)
+    for region, process in owners.items():
+        if grid.size:
+            grid[tuple(start // u for (start, _), u in zip(region, unit, strict=True))] = process
+    for d in reversed(range(grid.ndim if grid.size else 0)):
+        for k in range(grid.shape[d], 1, -1):
+            if grid.shape[d] % k:
+                continue
+            groups = grid.reshape(*grid.shape[:d], -1, k, *grid.shape[d + 1 :])
+            first = groups.take(0, axis=d + 1)
+            if (groups == np.expand_dims(first, d + 1)).all():
+                grid, unit[d] = first, unit[d] * k
+                break
+    return tuple(unit)
 
 
 def ranges(index: Block, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
     return tuple((s.start or 0, n if s.stop is None else s.stop) for s, n in zip(index, shape, strict=True))
 
 
-def inside(at: Block, region: Block) -> bool:
-    return all(r.start <= s.start and s.stop <= r.stop for s, r in zip(at, region, strict=True))
+def overlap(at: Block, region: Block) -> bool:
+    return all(max(r.start, s.start) < min(r.stop, s.stop) for s, r in zip(at, region, strict=True))
 
 
 def gather(

@@ -10,7 +10,7 @@ from jaxtyping import Array, Shaped
 
 from shardzoo.checkpoints import pages
 from shardzoo.checkpoints.grid import Block, Grid
-from shardzoo.checkpoints.save import gather, inside, owned, ranges
+from shardzoo.checkpoints.save import gather, overlap, owned, ranges
 from shardzoo.zoo.layout import HOST
 
 Region = tuple[tuple[int, int], ...]
@@ -37,7 +37,7 @@ class Snapshot:
         """The files that this process writes, each with what gives its values."""
         blocks = list(grid.blocks())
         if jax.process_count() > 1:
-            blocks = [at for at in blocks if any(inside(at, region) for region in self.mine)]
+            blocks = [at for at in blocks if any(overlap(at, region) for region in self.mine)]
         return [(at, functools.partial(gather, self.shards, self.dtype, at)) for at in blocks]
 
 

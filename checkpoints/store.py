@@ -2,10 +2,15 @@
 
 import collections
 import concurrent.futures
+import contextlib
+import ctypes
 import dataclasses as dc
 import errno
+import functools
 import math
 import os
+import shutil
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Mapping
@@ -23,6 +28,8 @@ from shardzoo.errors import InputError
 
 IN_FLIGHT = max(8, os.cpu_count() or 1)  # reads of files at a time: with more, processes wait for each other's pages
 WRITERS = 8  # files written at a time: waiting for the device costs no processor
+_RANGE_WRITE = 2  # Linux: SYNC_FILE_RANGE_WRITE
+MOST_UNSYNCED = 64  # files that wait to be put on the device together: each is open until then
 FULL = (errno.ENOSPC, errno.EDQUOT)  # the disk is full, or this user's share of it
 # The place itself will not do, however often it is tried: below a file, on a read-only disk, without files of its own.
 UNFIT = (
@@ -77,6 +84,101 @@ def sync_folder(path: Path) -> None:
         os.close(handle)
 
 
+def remove_folder(path: Path) -> None:
+    """Removes a folder with all in it, several names at a time: each waits for the storage by itself.
+
+    Raises:
+        OSError: something cannot be removed.
+    """
+    levels: dict[int, list[str]] = {}
+    files: list[str] = []
+    for folder, _, names in os.walk(path):
+        levels.setdefault(folder.count(os.sep), []).append(folder)
+        files += [os.path.join(folder, name) for name in names]
+    with concurrent.futures.ThreadPoolExecutor(WRITERS, "remove") as threads:
+        list(threads.map(_try(os.unlink), files))
+        for level in sorted(levels, reverse=True):
+            list(threads.map(_try(os.rmdir), levels[level]))
+    if os.path.lexists(path):  # the rest, or why it stays
+        shutil.rmtree(path)
+
+
+def _try(remove: Callable[[str], None]) -> Callable[[str], None]:
+    def removing(name: str) -> None:
+        with contextlib.suppress(OSError):
+            remove(name)
+
+    return removing
+
+
+@functools.cache
+def _range_writer() -> Callable[..., int] | None:
+    """The system's `sync_file_range`; None where it has none."""
+    call = getattr(ctypes.CDLL(None), "sync_file_range", None) if sys.platform.startswith("linux") else None
+    if call is not None:
+        call.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
+    return call
+
+
+def _start_writing(handle: int) -> None:
+    """Has the system begin to write a file to its device, where it can be told so; promises nothing."""
+    call = _range_writer()
+    if call is not None:
+        call(handle, 0, 0, _RANGE_WRITE)
+
+
+class Unsynced:
+    """Files that are written and not yet known to be on the device: put there together, by `settle`.
+
+    By itself each file waits for a commit of the file system's journal and for the device's cache; together they wait
+    for one. Their values are on the way to the device from the moment that they are added. Safe to call from several
+    threads.
+    """
+
+    def __init__(self):
+        self._handles: list[int] = []
+        self._lock = threading.Lock()
+        self._settling = threading.Lock()
+
+    def add(self, handle: int) -> None:
+        """Takes a file over, by a handle of its own: errors of the device are told to handles open since before.
+
+        Raises:
+            OSError: the storage failed.
+        """
+        _start_writing(handle)
+        with self._lock:
+            self._handles.append(os.dup(handle))
+            full = len(self._handles) >= MOST_UNSYNCED
+        if full:
+            self.settle()
+
+    def settle(self) -> None:
+        """Waits until all files added so far are on the device.
+
+        Raises:
+            OSError: the storage failed.
+        """
+        with self._settling:
+            handles = self._take()
+            try:
+                with concurrent.futures.ThreadPoolExecutor(WRITERS, "sync") as threads:
+                    list(threads.map(os.fsync, handles))
+            finally:
+                for handle in handles:
+                    os.close(handle)
+
+    def forget(self) -> None:
+        """Lets go of the files as they are."""
+        for handle in self._take():
+            os.close(handle)
+
+    def _take(self) -> list[int]:
+        with self._lock:
+            handles, self._handles = self._handles, []
+        return handles
+
+
 class Budget:
     """Bytes in flight: `take` waits until they fit. One larger than the whole budget passes alone."""
 
@@ -122,6 +224,7 @@ class LeafWriter:
     A file is written under its own name: whoever lists what is stored does so after `stored` was told.
 
     Args:
+        sync: put every file on the device: each before `stored` is told of it, or all together by `settle`.
         kept: what an earlier run stored, by path.
         stored: told of each block that is stored and its sum, by the thread of a later `write` or `finish`.
 
@@ -149,6 +252,7 @@ class LeafWriter:
         self._lock = threading.Lock()
         self.kept = dict(kept or {})
         self._tell = stored
+        self._unsynced = Unsynced()
         self._stored: collections.deque[tuple[str, Block, sums.Sums]] = collections.deque()
         self._failure: tuple[str, Exception] | None = None
 
@@ -158,11 +262,23 @@ class LeafWriter:
         try:
             (self.root / folder).mkdir(parents=True, exist_ok=True)
             if metadata:
-                write_file(self.root / folder / "zarr.json", zarr_bytes(spec, grid), sync=self._sync)
+                self._write_metadata(self.root / folder / "zarr.json", zarr_bytes(spec, grid))
         except OSError as error:
             raise storage_error(path, error, self.root) from error
         kept = self.kept.get(path, Kept())
         self._open[path] = _Open(begun=set(kept.files), total=kept.total)
+
+    def _write_metadata(self, file: Path, data: bytes) -> None:
+        with open(file, "wb") as f:
+            f.write(data)
+            f.flush()
+            self._put_on_device(f.fileno())
+
+    def _put_on_device(self, handle: int) -> None:
+        if self._sync and self._tell is None:
+            self._unsynced.add(handle)
+        elif self._sync:
+            os.fsync(handle)
 
     def has(self, path: str, at: Block) -> bool:
         """Whether an earlier run stored this block."""
@@ -232,8 +348,7 @@ class LeafWriter:
             with self._encoding:
                 start = tuple(s.start for s in grid.block(index))
                 total = write_shard(handle, values, grid, start, spec.shape)
-            if self._sync:
-                os.fsync(handle)
+            self._put_on_device(handle)
         finally:
             os.close(handle)
         return total
@@ -282,9 +397,21 @@ class LeafWriter:
         self.tell_stored()
         return state.total, state.begun
 
+    def settle(self) -> None:
+        """Waits until all files of finished leaves are on the device, where `sync` asks for it.
+
+        Raises:
+            InputError: the storage failed.
+        """
+        try:
+            self._unsynced.settle()
+        except OSError as error:
+            raise storage_error("sync", error, self.root) from error
+
     def drain(self) -> None:
         """Waits for everything under way, whatever comes of it: nothing is written after this returns."""
         self._threads.shutdown()
+        self._unsynced.forget()
         self._open.clear()
 
 

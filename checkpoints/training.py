@@ -41,7 +41,7 @@ from shardzoo.checkpoints.manifest import OPT_STATE, ManifestHeader
 from shardzoo.checkpoints.orbax_layout import CHECKPOINT_METADATA, STAGING_SUFFIX
 from shardzoo.checkpoints.restore import BUDGET
 from shardzoo.checkpoints.save import header_of, live_leaves
-from shardzoo.checkpoints.store import storage_error
+from shardzoo.checkpoints.store import remove_folder, storage_error
 from shardzoo.checkpoints.training_restore import Run, restore_state
 from shardzoo.checkpoints.training_state import (
     TrainingState,
@@ -444,7 +444,7 @@ class Training:
             for step in steps:
                 gone = self.folder / f"{step}{REMOVED}"
                 os.rename(self.folder / str(step), gone)
-                shutil.rmtree(gone)
+                remove_folder(gone)
         except OSError as error:
             return str(storage_error("remove old steps", error, self.folder))
         return None

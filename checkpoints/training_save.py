@@ -42,7 +42,7 @@ from shardzoo.checkpoints.orbax_layout import (
     marks_file,
     metadata_files,
 )
-from shardzoo.checkpoints.save import provenance_of, put_together
+from shardzoo.checkpoints.save import provenance_of, put_together, unit_of_processes
 from shardzoo.checkpoints.staging import listing, store_assets
 from shardzoo.checkpoints.store import LeafWriter, storage_error, write_file
 from shardzoo.checkpoints.writer import Placed, build_manifest, place_leaves
@@ -112,6 +112,7 @@ class Job:
                     done[path] = {"sums": total, "files": len(written)}
                 del blocks
                 self.taken.pop(path, None)
+            writer.settle()
         except InputError as error:
             return done, str(error)
         except OSError as error:
@@ -178,7 +179,7 @@ def place(
 ) -> Placed:
     """Folder, spec and grid of every leaf of model and optimizer, cut for splits at rest too, and of `carried` tensors.
 
-    With several processes, grids that stay inside each device's shard.
+    With several processes, no file is of two of them.
     """
     params, state = named(declared), named(declared_state)
     specs = {p: dc.replace(LeafSpec.of(q), dtype=np.dtype(leaves[p].dtype)) for p, q in params.items()}
@@ -190,8 +191,7 @@ def place(
     for path, leaf in leaves.items():
         folder, spec, grid = placed[path]
         grid = also_at_rest(grid, spec, rest[path].rest)
-        alone = jax.process_count() == 1
-        placed[path] = (folder, spec, grid if alone else grid.within(leaf.sharding.shard_shape(leaf.shape)))
+        placed[path] = (folder, spec, grid if jax.process_count() == 1 else grid.within(unit_of_processes(leaf)))
     return placed
 
 

@@ -11,6 +11,8 @@ import pytest
 from shardzoo.checkpoints import shard_file, store, sums
 from shardzoo.checkpoints.grid import Grid, LeafSpec
 from shardzoo.checkpoints.manifest import STORED, dtype_of
+from shardzoo.checkpoints.save import _unit
+from shardzoo.errors import InputError
 
 # shape, inner, outer: no dims; one chunk; cut at the end of both dims; uneven chunks; one of several bands
 GRIDS = [
@@ -103,3 +105,84 @@ def test_a_failed_write_is_raised_and_kept(tmp_path, monkeypatch):
     writer.drain()
     writer.tell_stored()
     assert sorted(done) == [1, 2] and [at for _, at, _ in told] in ([first], [])
+
+
+def of_ones(folder: Path, number: int) -> tuple[store.LeafWriter, Grid]:
+    """A writer that syncs, and the grid of a leaf of as many files."""
+    spec = LeafSpec(dims=("a",), shape=(number,), dtype=np.dtype("f4"))
+    grid = Grid(shape=(number,), inner=(1,), outer=(1,))
+    return store.LeafWriter(folder, {"x": ("x", spec, grid)}, budget=1 << 20, sync=True), grid
+
+
+def test_files_are_put_on_the_device_together(tmp_path, monkeypatch):
+    """All of them, none before it is known to be written, and with few open at a time."""
+    synced, most = [], []
+
+    def fsync(handle):
+        synced.append(os.readlink(f"/proc/self/fd/{handle}"))
+        most.append(len(os.listdir("/proc/self/fd")))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(store, "MOST_UNSYNCED", 10)
+    before = len(os.listdir("/proc/self/fd"))
+    writer, grid = of_ones(tmp_path, 35)
+    for block in grid.blocks():
+        writer.write("x", block, np.ones(1, "f4"))
+    writer.finish("x")
+    writer.settle()
+    assert sorted(synced) == sorted(str(p) for p in tmp_path.rglob("*") if p.is_file()) and len(synced) == 36
+    assert max(most) <= before + 2 * 10 + 2 * store.WRITERS
+    writer.drain()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_device_that_fails_is_told(tmp_path, monkeypatch):
+    def fails(_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    before = len(os.listdir("/proc/self/fd"))
+    writer, grid = of_ones(tmp_path, 3)
+    for block in grid.blocks():
+        writer.write("x", block, np.ones(1, "f4"))
+    writer.finish("x")
+    monkeypatch.setattr(os, "fsync", fails)
+    with pytest.raises(InputError, match="sync: the storage failed"):
+        writer.settle()
+    writer.drain()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_folder_goes_with_all_in_it(tmp_path, monkeypatch):
+    """What a link leads to stays; what cannot be removed is told."""
+    kept = tmp_path / "kept" / "file"
+    kept.parent.mkdir()
+    kept.write_text("kept")
+    gone = tmp_path / "gone"
+    for name in ("a/b/c/1", "a/b/2", "3"):
+        (gone / name).parent.mkdir(parents=True, exist_ok=True)
+        (gone / name).write_text(name)
+    (gone / "a" / "folder").symlink_to(kept.parent)
+    (gone / "a" / "file").symlink_to(kept)
+    store.remove_folder(gone)
+    assert not gone.exists() and kept.read_text() == "kept"
+
+    def fails(*_, **__):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(os, "rmdir", fails)
+    with pytest.raises(OSError, match="Read-only"):
+        store.remove_folder(kept.parent)
+
+
+def test_a_file_reaches_over_all_shards_of_a_process_that_lie_together():
+    """Four shards of a (8, 6) leaf, by the processes that own them."""
+
+    def unit(owners):
+        return _unit((8, 6), (4, 3), {((4 * i, 4 * i + 4), (3 * j, 3 * j + 3)): p for (i, j), p in owners.items()})
+
+    assert unit({(0, 0): 0, (0, 1): 0, (1, 0): 1, (1, 1): 1}) == (4, 6)
+    assert unit({(0, 0): 0, (0, 1): 1, (1, 0): 0, (1, 1): 1}) == (8, 3)
+    assert unit({(0, 0): 0, (0, 1): 1, (1, 0): 1, (1, 1): 0}) == (4, 3)
+    assert unit({(0, 0): 2, (0, 1): 2, (1, 0): 2, (1, 1): 2}) == (8, 6)
+    assert _unit((8,), (1,), {((i, i + 1),): i // 2 % 2 for i in range(8)}) == (2,)
+    assert _unit((), (), {(): 1}) == () and _unit((0, 4), (0, 2), {}) == (1, 2)
