@@ -20,11 +20,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from shardzoo.kernels.flash_attention import flash_attention
 from shardzoo.kernels.flash_attention.options import varying_over
-from shardzoo.zoo import layout
+from shardzoo.zoo import conv_pairs, layout
 from shardzoo.zoo.layers import ColumnLinear, Leaf, contract
 from shardzoo.zoo.layout import Param
 from shardzoo.zoo.mesh import CONTEXT, DATA, TP, traced_platform
@@ -69,11 +69,22 @@ def clear_padding(
     x: Float[Array, "*lead rows width channels"], height: int
 ) -> Float[Array, "*lead rows width channels"]:
     """x with zeros in the rows beyond `height`."""
+    return _chosen(_true_rows(x, height), x)
+
+
+def _true_rows(
+    x: Float[Array, "*lead rows width channels"], height: int
+) -> Bool[Array, "*lead rows width channels"] | None:
+    """Where x holds rows of the true frame; None where it holds no others."""
     rows = x.shape[ROWS]
     if lax.axis_size(SPLIT) * rows == height:
-        return x
-    row = _place() * rows + jnp.arange(rows)
-    return jnp.where((row < height)[:, None, None], x, 0)
+        return None
+    return lax.broadcasted_iota(jnp.int32, x.shape, x.ndim + ROWS) < height - _place() * rows
+
+
+def _chosen(which: Bool[Array, "*shape"] | None, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """x where `which` says, zeros elsewhere; all of x where there is nothing to choose."""
+    return x if which is None else lax.select(which, x, lax.full_like(x, 0))
 
 
 def _place() -> Int[Array, ""]:
@@ -222,11 +233,14 @@ def convolve_in_time(
 ) -> Float[Array, "batch frames out_rows out_width out"]:
     """The convolution without zeros in time: as many frames as have their whole window in `seen`, every `stride`-th.
 
-    On a CPU as a convolution in space with the window's frames as channels: XLA has fast ones in two dims only there.
+    On a CPU as convolutions in space: XLA has fast ones in two dims only there. The window's frames are channels, or
+    frames are taken in pairs, which is half the time (`conv_pairs`).
     """
     window = weight.shape[2]
     if traced_platform() != "cpu":
         return convolve(seen, weight, ((0, 0), *borders), (stride, 1, 1))
+    if stride == 1 and conv_pairs.pay(seen, weight):
+        return conv_pairs.convolve_in_pairs(seen, weight, borders)
     frames = (seen.shape[1] - window) // stride + 1
     parts = [seen[:, k : k + stride * (frames - 1) + 1 : stride] for k in range(window)]
     folded = jnp.concatenate(parts, axis=-1)
@@ -288,7 +302,9 @@ class GroupNorm(eqx.Module):
 
     def spread(self, of_groups: Float[Array, "batch groups"]) -> Float[Array, "batch one one channels"]:
         """What each group has, for each of its channels."""
-        return jnp.repeat(of_groups, self.weight.shape[0] // self.groups, axis=1)[:, None, None]
+        batch, channels = len(of_groups), self.weight.shape[0]
+        each = lax.broadcast_in_dim(of_groups, (batch, self.groups, channels // self.groups), (0, 1))
+        return each.reshape(batch, 1, 1, channels)
 
     def total(self, x: Float[Array, "batch rows width channels"]) -> Float[Array, "batch groups"]:
         """The sum over this device's rows and the channels of each group."""
@@ -305,9 +321,10 @@ class GroupNorm(eqx.Module):
         ways, rows = lax.axis_size(SPLIT), x.shape[1]
         counts = np.clip(height - rows * np.arange(ways), 0, rows) * (x.shape[2] * x.shape[3] // self.groups)
         each = jnp.asarray(1 / np.maximum(counts, 1), x.dtype)
-        own = each[_place()] if ways > 1 else each[0]
-        mean = self.total(clear_padding(x, height)) * own
-        square = self.total(clear_padding(jnp.square(x - self.spread(mean)), height))
+        own = each[0] if ways == 1 else lax.dynamic_index_in_dim(each, _place(), keepdims=False)
+        true = _true_rows(x, height)
+        mean = self.total(_chosen(true, x)) * own
+        square = self.total(_chosen(true, jnp.square(x - self.spread(mean))))
         parts = lax.all_gather(jnp.stack([mean, square]), SPLIT) if ways > 1 else jnp.stack([mean, square])[None]
         share = jnp.asarray(counts / counts.sum(), x.dtype)[:, None, None]
         mean = (parts[:, 0] * share).sum(0)

@@ -2,14 +2,19 @@
 
 import dataclasses
 import json
+import subprocess
+import sys
+from pathlib import Path
 
+import command_line
 import pytest
-from command_line import invoke
+from command_line import environment, invoke
+from presets import presets
 
 from shardzoo.cli import chips, prediction
 from shardzoo.cli.verdicts import judge
 from shardzoo.errors import InputError
-from shardzoo.zoo import decoder, find_preset
+from shardzoo.zoo import decoder, find_preset, layout
 from shardzoo.zoo.families import TraceSizes, find_family
 from shardzoo.zoo.mesh import Degrees
 
@@ -179,3 +184,36 @@ def test_sizes_that_a_model_does_not_have():
     ended = invoke("audit", "decoder/smollm2-135m", "--mesh", "one", "--frames", 5, "--tokens", 64, "--width", 64)
     assert ended.status == 1 and "decoder have no --frames, --width: leave" in ended.err
     assert "they take --batch, --tokens" in ended.err
+
+
+@pytest.mark.parametrize("preset", presets())
+def test_every_preset_can_be_predicted(preset):
+    """Each with an attention of its own, whose work has to be known."""
+    family, config = find_preset(preset)
+    model = layout.astype(family.declare(config), "bfloat16")
+    fitting = next(v for n in (8, 4, 2, 1) if (v := judge(model, Degrees(context=8 // n, tensor=n))).fits)
+    found = prediction.predict(family, model, fitting, chips.parse("v5e-8"), TraceSizes())
+    assert found.seconds > 0 and found.costs.flops > 0
+
+
+TIMED = """
+import sys, time
+from command_line import invoke
+from shardzoo.zoo import find_preset
+find_preset(sys.argv[1])
+invoke("audit", "clip-text/clip-l", "--chips", "v5e-8")  # imports what an audit needs
+start = time.process_time()
+ended = invoke("audit", sys.argv[1], "--chips", "v5e-8")
+print(time.process_time() - start)
+assert "best: " in ended.out or "what would: " in ended.out, ended
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", presets())
+def test_ranking_all_meshes_takes_two_seconds(preset):
+    """The whole command after its imports, without the tests' checks of types; by the processor's clock."""
+    words = [sys.executable, "-c", TIMED, preset]
+    path = {"PYTHONPATH": str(Path(command_line.__file__).parent)}
+    ended = subprocess.run(words, env=environment(**path), capture_output=True, text=True, check=True)
+    assert float(ended.stdout) < 2

@@ -5,11 +5,12 @@ import json
 
 import pytest
 from command_line import invoke
+from presets import presets
 
 from shardzoo.cli.memory import memory_of, part_bytes, trace, weight_bytes
 from shardzoo.cli.prediction import abstract_mesh
 from shardzoo.zoo import decoder, find_preset, layout
-from shardzoo.zoo.families import MODULES, TraceSizes, find_family
+from shardzoo.zoo.families import TraceSizes, find_family
 from shardzoo.zoo.mesh import Degrees
 
 TINY = decoder.Config(vocab=512, embed=256, layers=4, heads=8, kv_heads=4, head_dim=128, mlp=512)
@@ -142,11 +143,6 @@ def test_names_are_escaped_in_the_page():
     from shardzoo.cli.page import page
 
     assert "<script>" not in page([], "<script>alert(1)</script>")
-
-
-def presets():
-    for name in MODULES:
-        yield from (f"{name}/{preset}" for preset in find_family(name).presets)
 
 
 QUICK = ("clip-text/clip-l",)
