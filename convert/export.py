@@ -25,7 +25,7 @@ import numpy as np
 from shardzoo.checkpoints.checkpoint import Checkpoint
 from shardzoo.checkpoints.checkpoint import open as open_checkpoint
 from shardzoo.checkpoints.dequantized import dequantized
-from shardzoo.checkpoints.forms import LORA, quantized_leaves
+from shardzoo.checkpoints.forms import DIFF, LORA, quantized_leaves
 from shardzoo.checkpoints.grid import Grid
 from shardzoo.checkpoints.journal import Journal
 from shardzoo.checkpoints.store import storage_error, sync_folder, write_file
@@ -161,7 +161,7 @@ def _plain(checkpoint: Checkpoint, dequantize: bool) -> Checkpoint:
         InputError: weights that no PyTorch layout has a place for: with adapters, or quantized.
     """
     leaves = checkpoint.manifest.leaves
-    adapted = list(dict.fromkeys(path.partition(LORA)[0] for path in leaves if LORA in path))
+    adapted = list(dict.fromkeys(path.partition(mark)[0] for mark in (LORA, DIFF) for path in leaves if mark in path))
     if adapted:
         raise InputError(
             f"{checkpoint.path}: holds adapters beside {len(adapted)} weights ({batched_names(adapted, 3)}), which no"

@@ -11,6 +11,9 @@ Apart, an adapter is computed as sharded as the weight that it stands beside: A 
 like its outputs. Of a column layer that is A whole and B split, with no collective; of a row layer A is split, and the
 partial sums join the one reduction that the layer has anyway. Quantized weights take adapters too, apart.
 
+An adapter may also change other leaves: biases, scales of norms, convolutions, tables. What it adds to them stands
+beside them in full, split alike, and is added up before they are used (`zoo.differences`).
+
 To train adapters, take the gradient of what `trainable` chooses:
 
     chosen, rest = eqx.partition(model, adapters.trainable(model))
@@ -23,8 +26,8 @@ whose gradients are zero too.
 import dataclasses
 import functools
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -35,13 +38,26 @@ from jaxtyping import Array, Float, Shaped
 
 from shardzoo.errors import fail_if
 from shardzoo.zoo import layout
+from shardzoo.zoo.differences import Difference, Shifted, added_up
 from shardzoo.zoo.layers import Linear
 from shardzoo.zoo.layout import HOST, LAYER, Param
-from shardzoo.zoo.linears import BLOCK, input_dims, kept, linear_layers, plain, with_weights
+from shardzoo.zoo.linears import (
+    BLOCK,
+    input_dims,
+    kept,
+    linear_layers,
+    missing_biases,
+    plain,
+    shifted_leaves,
+    with_leaves,
+    with_weights,
+)
 from shardzoo.zoo.quantize import dequantize, scale_dtype
 from shardzoo.zoo.weights import Adapted, Lora, Quantized, Weight, declared_base
 
 RANK = "rank"
+Part = TypeVar("Part", Lora, Difference)  # what an adapter has beside one leaf
+_UNFIT = "adapters do not fit this model"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,11 +71,27 @@ class Factors:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Adapter:
-    """One adapter: its name, how much of it is wanted, and its factors by the path of the weight they are for."""
+    """One adapter, on the host, by the paths of the weights and other leaves that it is for.
+
+    Attributes:
+        name: what it is called beside the model's leaves.
+        strength: how much of it is wanted.
+        factors: what it adds to the weights of linear layers.
+        differences: what it adds to any other leaves, of their shapes. A bias that a linear layer does not have is
+            named as it would be.
+        instead: values that are to stand in place of those of such leaves, at a strength of 1; NaN keeps the model's.
+    """
 
     name: str
     strength: float
     factors: Mapping[str, Factors]
+    differences: Mapping[str, Shaped[np.ndarray, "..."]] = dataclasses.field(default_factory=dict)
+    instead: Mapping[str, Shaped[np.ndarray, "..."]] = dataclasses.field(default_factory=dict)
+
+    @property
+    def shifts(self) -> dict[str, Shaped[np.ndarray, "..."]]:
+        """Differences and values, of all leaves that are no weights of linear layers."""
+        return {**self.differences, **self.instead}
 
 
 def is_blocked(param: Param) -> bool:
@@ -107,18 +139,45 @@ def declare(declared: layout.Tree, adapters: Sequence[Adapter]) -> layout.Tree:
     """The declaration with these adapters beside its weights.
 
     Raises:
-        InputError: names that are taken or cannot be stored; factors for weights that are not there, or of other
-            shapes; all in one message.
+        InputError: names that are taken or cannot be stored; factors and differences for leaves that are not there, or
+            of other shapes; all in one message.
     """
     layers = linear_layers(declared)
-    fail_if(_problems(layers, adapters), "adapters do not fit this model")
+    fail_if([*_problems(declared, layers, adapters), *_shift_problems(declared, adapters)], _UNFIT)
     weights: dict[str, Weight] = {path: layer.weight for path, layer in layers.items()}
     for adapter in adapters:
         for path, factors in adapter.factors.items():
             lora = declare_lora(layers[path], rank_of(factors.a.shape, layers[path]), factors.a.dtype)
             weights[path] = _beside(weights[path], adapter.name, lora)
     changed = {path for adapter in adapters for path in adapter.factors}
-    return with_weights(declared, {path: weights[path] for path in changed})
+    new = with_weights(declared, {path: weights[path] for path in changed})
+    return with_leaves(new, _declared_shifts(declared, adapters))
+
+
+def declare_difference(leaf: Param) -> Difference:
+    """The declared difference of an adapter for a declared leaf."""
+    value = dataclasses.replace(leaf, dtype=np.dtype(np.float32), memory="device", fixed=True)
+    lead = tuple(dim for dim in leaf.names[:1] if dim == LAYER)
+    return Difference(value=value, strength=kept(value, lead))
+
+
+def _declared_shifts(declared: layout.Tree, adapters: Sequence[Adapter]) -> dict[str, Shifted]:
+    there, missing = _other_leaves(declared), missing_biases(declared)
+    found: dict[str, Shifted] = {}
+    for adapter in adapters:
+        for path in adapter.shifts:
+            leaf = there.get(path)
+            old = found.get(path) or (leaf if isinstance(leaf, Shifted) else Shifted(base=leaf, diff={}))
+            param = missing[path] if old.base is None else old.base
+            found[path] = Shifted(base=old.base, diff={**old.diff, adapter.name: declare_difference(param)})
+    return found
+
+
+def _other_leaves(declared: Any) -> dict[str, Param | Shifted]:
+    """All leaves that are no weights of linear layers, with what is beside them."""
+    weights = {*linear_layers(declared)}
+    bare = {path: leaf for path, leaf in layout.named(plain(declared)).items() if path not in weights}
+    return {**bare, **shifted_leaves(declared)}
 
 
 def _beside(weight: Weight, name: str, lora: Lora) -> Adapted:
@@ -132,8 +191,8 @@ def _strength_problems(name: str, strength: float) -> Iterator[str]:
             yield f"{name}: strength={strength:g} is no finite number in float32: change it"
 
 
-def _problems(layers: Mapping[str, Linear], adapters: Sequence[Adapter]) -> Iterator[str]:
-    there = {name for layer in layers.values() if isinstance(layer.weight, Adapted) for name in layer.weight.lora}
+def _problems(declared: Any, layers: Mapping[str, Linear], adapters: Sequence[Adapter]) -> Iterator[str]:
+    there = set(names(declared))
     for adapter in adapters:
         if not re.fullmatch(r"[A-Za-z0-9_-]{1,60}", adapter.name):
             yield f"{adapter.name!r}: an adapter's name is 1 to 60 letters, digits, '_' and '-': name it so"
@@ -150,6 +209,18 @@ def _problems(layers: Mapping[str, Linear], adapters: Sequence[Adapter]) -> Iter
                 shape, expected = getattr(factors, part).shape, getattr(want, part).shape
                 if shape != expected:
                     yield f"{adapter.name}: {path}: {part} has shape {shape}, expected {expected}"
+
+
+def _shift_problems(declared: Any, adapters: Sequence[Adapter]) -> Iterator[str]:
+    known = {**missing_biases(declared), **_other_leaves(declared)}
+    for adapter in adapters:
+        for path, value in adapter.shifts.items():
+            if path not in known:
+                yield f"{adapter.name}: {path} is no leaf of this model that differences are added to"
+            elif value.shape != known[path].shape:
+                yield f"{adapter.name}: {path}: the difference has shape {value.shape}, expected {known[path].shape}"
+        for path in adapter.differences.keys() & adapter.instead.keys():
+            yield f"{adapter.name}: {path} has a difference and a value in its place: leave out one"
 
 
 def attach(
@@ -172,20 +243,55 @@ def attach(
             lora = _place(beside.lora[adapter.name], factors, adapter.strength, mesh)
             weights[path] = _beside(weights[path], adapter.name, lora)
     changed = {path for adapter in adapters for path in adapter.factors}
-    return new, with_weights(model, {path: weights[path] for path in changed})
+    model = with_weights(model, {path: weights[path] for path in changed})
+    return new, with_leaves(model, _live_shifts(new, model, mesh, adapters))
+
+
+def _live_shifts(
+    declared: layout.Tree, model: layout.Tree, mesh: Mesh, adapters: Sequence[Adapter]
+) -> dict[str, Shifted]:
+    params, live = shifted_leaves(declared), {**layout.named(model), **shifted_leaves(model)}
+    for adapter in adapters:
+        for path, value in adapter.shifts.items():
+            leaf = live.get(path)
+            old = leaf if isinstance(leaf, Shifted) else Shifted(base=leaf, diff={})
+            part = params[path].diff[adapter.name]
+            one = _placed(part, {"value": value, "strength": _full(part.strength, adapter.strength)}, mesh)
+            one = _from_base(one, old.base) if path in adapter.instead else one
+            live[path] = Shifted(base=old.base, diff={**old.diff, adapter.name: one})
+    return {path: live[path] for adapter in adapters for path in adapter.shifts}
+
+
+def _from_base(wanted: Difference, base: Array | None) -> Difference:
+    """The difference that makes the base the wanted value, none where that is NaN."""
+
+    def one(value: Array, base: Array | float) -> Array:
+        return jnp.where(jnp.isnan(value), 0, value - jnp.asarray(base, value.dtype))
+
+    new = jax.jit(one, out_shardings=wanted.value.sharding)(wanted.value, 0.0 if base is None else _near(base))
+    return Difference(value=new, strength=wanted.strength)
+
+
+def _near(leaf: Array) -> Array:
+    """A leaf in the memory of its devices."""
+    lies = leaf.sharding
+    return jax.device_put(leaf, lies.with_memory_kind("device")) if lies.memory_kind == HOST else leaf
 
 
 def _place(declared: Lora, factors: Factors, strength: float, mesh: Mesh) -> Lora:
-    assert isinstance(declared.strength, Param)
-    values = {
-        **{part.name: getattr(factors, part.name) for part in dataclasses.fields(factors)},
-        "strength": np.full(declared.strength.shape, strength),
-    }
+    values = {part.name: getattr(factors, part.name) for part in dataclasses.fields(factors)}
+    return _placed(declared, {**values, "strength": _full(declared.strength, strength)}, mesh)
 
+
+def _full(declared: Any, strength: float) -> Shaped[np.ndarray, "..."]:
+    return np.full(declared.shape, strength)
+
+
+def _placed(declared: Part, values: Mapping[str, Any], mesh: Mesh) -> Part:
     def one(name: str, param: Param) -> Array:
         return _on_devices(np.asarray(values[name]).astype(param.dtype), param.sharding(mesh))
 
-    return Lora(**{name: one(name, getattr(declared, name)) for name in values})
+    return dataclasses.replace(declared, **{name: one(name, getattr(declared, name)) for name in values})
 
 
 def _on_devices(host: Shaped[np.ndarray, "..."], sharding: Any) -> Array:
@@ -193,9 +299,10 @@ def _on_devices(host: Shaped[np.ndarray, "..."], sharding: Any) -> Array:
 
 
 def names(tree: Any) -> list[str]:
-    """The adapters beside a model's weights."""
+    """The adapters beside a model's leaves."""
     adapted = [layer.weight for layer in linear_layers(tree).values() if isinstance(layer.weight, Adapted)]
-    return list(dict.fromkeys(name for weight in adapted for name in weight.lora))
+    found = [*(weight.lora for weight in adapted), *(leaf.diff for leaf in shifted_leaves(tree).values())]
+    return list(dict.fromkeys(name for parts in found for name in parts))
 
 
 def set_strengths(model: layout.Tree, strengths: Mapping[str, float]) -> layout.Tree:
@@ -212,28 +319,35 @@ def set_strengths(model: layout.Tree, strengths: Mapping[str, float]) -> layout.
         problems + [p for n, value in strengths.items() for p in _strength_problems(n, value)], "adapters.set_strengths"
     )
 
-    def one(weight: Adapted) -> Adapted:
-        lora = {n: _at_strength(part, strengths[n]) if n in strengths else part for n, part in weight.lora.items()}
-        return Adapted(base=weight.base, lora=lora)
+    def at(parts: Mapping[str, Part]) -> dict[str, Part]:
+        return {n: _at_strength(part, strengths[n]) if n in strengths else part for n, part in parts.items()}
 
-    return _each(model, one)
-
-
-def _at_strength(lora: Lora, strength: float) -> Lora:
-    old = lora.strength
-    assert isinstance(old, jax.Array)
-    return dataclasses.replace(lora, strength=_on_devices(np.full(old.shape, strength, old.dtype), old.sharding))
+    return _each(
+        model,
+        lambda weight: Adapted(base=weight.base, lora=at(weight.lora)),
+        lambda leaf: Shifted(base=leaf.base, diff=at(leaf.diff)),
+    )
 
 
-def _each(tree: layout.Tree, change: Any) -> layout.Tree:
+def _at_strength(part: Part, strength: float) -> Part:
+    old: Any = part.strength
+    return dataclasses.replace(part, strength=_on_devices(np.full(old.shape, strength, old.dtype), old.sharding))
+
+
+def _each(tree: layout.Tree, change: Callable[[Adapted], Weight], change_leaf: Callable[[Shifted], Any]) -> layout.Tree:
     layers = linear_layers(tree)
     adapted = {path: layer.weight for path, layer in layers.items() if isinstance(layer.weight, Adapted)}
-    return with_weights(tree, {path: change(weight) for path, weight in adapted.items()})
+    new = with_weights(tree, {path: change(weight) for path, weight in adapted.items()})
+    return with_leaves(new, {path: change_leaf(leaf) for path, leaf in shifted_leaves(tree).items()})
+
+
+def _base(node: Adapted | Shifted) -> Any:
+    return node.base
 
 
 def detach(declared: layout.Tree, model: layout.Tree) -> tuple[layout.Tree, layout.Tree]:
     """Declaration and live model without their adapters."""
-    return _each(declared, lambda weight: weight.base), _each(model, lambda weight: weight.base)
+    return _each(declared, _base, _base), _each(model, _base, _base)
 
 
 def trainable(model: layout.Tree) -> layout.Tree:
@@ -251,15 +365,22 @@ def merge(
 ) -> tuple[layout.Tree, layout.Tree]:
     """Declaration and live model with the adapters added to the weights, `W + sum_i strength_i * ratio_i * B_i A_i`.
 
-    Computed where the weights lie, one layer of a stack at a time, in float32, and rounded to the weight's dtype once.
+    Computed where the weights lie, one layer of a stack at a time, in float32, and rounded to the weight's dtype once;
+    so are differences of other leaves.
 
     Args:
         dequantize: quantized weights that have adapters become plain ones, in the dtype of their scales.
         donate: reuse the memory of the weights, which must then not be used again.
 
     Raises:
-        InputError: quantized weights, all by name, without `dequantize`: they keep their adapters apart.
+        InputError: quantized weights, all by name, without `dequantize`: they keep their adapters apart; biases of
+            layers that have none by themselves.
     """
+    shifted = shifted_leaves(declared)
+    fail_if(
+        [f"{path}: there is no such bias in this model" for path, leaf in shifted.items() if leaf.base is None],
+        "merge: these adapters stay apart, as they have biases that the model has not",
+    )
     layers = linear_layers(declared)
     adapted = {path: layer for path, layer in layers.items() if isinstance(layer.weight, Adapted)}
     quantized = [path for path, layer in adapted.items() if isinstance(layer.weight.base, Quantized)]
@@ -269,7 +390,20 @@ def merge(
     )
     live, whole = linear_layers(model), linear_layers(plain(declared))
     merged = {path: _merged(layer, live[path].weight, donate) for path, layer in adapted.items()}
-    return with_weights(declared, {path: whole[path].weight for path in adapted}), with_weights(model, merged)
+    plain_leaves = {path: leaf.base for path, leaf in shifted.items()}
+    new = with_leaves(with_weights(declared, {path: whole[path].weight for path in adapted}), plain_leaves)
+    added = {path: _merged_leaf(leaf, donate) for path, leaf in shifted_leaves(model).items()}
+    return new, with_leaves(with_weights(model, merged), added)
+
+
+def _merged_leaf(leaf: Shifted, donate: bool) -> Array:
+    base = _near(leaf.base)
+    add = jax.jit(
+        lambda base, diff: added_up(Shifted(base=base, diff=diff)),
+        out_shardings=base.sharding,
+        donate_argnums=0 if donate or base is not leaf.base else (),
+    )
+    return jax.device_put(add(base, leaf.diff), leaf.base.sharding)
 
 
 def _merged(declared: Linear, live: Adapted, donate: bool) -> Array:

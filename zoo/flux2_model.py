@@ -112,7 +112,8 @@ class Modulation(eqx.Module):
     ) -> tuple[tuple[tuple[Rows, Rows], Rows], Rows]:
         """Rows of the blocks of two streams (text, image), of those of one, and of the head: one all-reduce in all."""
         layers = (self.text, self.image, self.single, head)
-        text, image, single, last = map(rows_of, lax.psum([layer.partial(condition) for layer in layers], TP))
+        sums = lax.psum([layer.partial(condition) for layer in layers], TP)
+        text, image, single, last = (rows_of(layer.finished(x)) for layer, x in zip(layers, sums, strict=True))
         return ((text, image), single), last
 
 

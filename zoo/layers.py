@@ -176,8 +176,11 @@ class SplitInputLinear(eqx.Module):
     def __call__(
         self, x: Float[Array, "batch seq whole_in"], residual: Residual = "whole"
     ) -> Float[Array, "batch part_seq *out"]:
-        y = reduce_residual(self.partial(x), residual)
-        return y if self.bias is None else y + self.bias.astype(x.dtype)
+        return self.finished(reduce_residual(self.partial(x), residual))
+
+    def finished(self, total: Float[Array, "batch seq *out"]) -> Float[Array, "batch seq *out"]:
+        """The sum of all devices' shares, with the bias."""
+        return total if self.bias is None else total + self.bias.astype(total.dtype)
 
 
 Linear = ColumnLinear | RowLinear | SplitInputLinear  # the layers whose weights may be quantized and adapted

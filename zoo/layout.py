@@ -27,6 +27,7 @@ from jaxtyping import Array
 
 from shardzoo.errors import InputError, fail_if
 from shardzoo.kernels.flash_attention.options import manual_axes, varying_over
+from shardzoo.zoo.differences import added_up, has_shifted, is_shifted
 from shardzoo.zoo.dtypes import float_dtype
 from shardzoo.zoo.mesh import KV, PIPE, REP, Degrees, kv_problem, traced_platform
 
@@ -251,6 +252,7 @@ def gather_at_rest(
 ) -> Tree:
     """The leaves as their layers use them: on the device, all-gathered over the axes that only split them at rest.
 
+    What adapters add to a leaf as it is (`differences.Shifted`) is added first, where all of it is split alike.
     `declared` may still have the `layer` dim that a scan has taken off `live`. `to="invarying"` makes the result known
     to be equal on these axes, for activations that are too (a decode step); the gradient is scattered for "varying".
 
@@ -269,7 +271,21 @@ def gather_at_rest(
             value = lax.all_gather(value, axis, axis=dim, tiled=True, to=to)
         return value
 
+    if has_shifted(declared):
+        live, declared = _added_up(live, declared)
     return jax.tree.map_with_path(one, declared, on_device(live, declared))
+
+
+def _added_up(live: Tree, declared: Tree) -> tuple[Tree, Tree]:
+    """Both with one array for each leaf; those of `live` may have been added up before."""
+
+    def one(param: Any, value: Any) -> Any:
+        return added_up(on_device(value, param)) if is_shifted(value) else value
+
+    live = jax.tree.map(one, declared, live, is_leaf=is_shifted)
+    return live, jax.tree.map(
+        lambda p: dataclasses.replace(p.leaf, memory="device") if is_shifted(p) else p, declared, is_leaf=is_shifted
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))

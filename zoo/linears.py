@@ -1,4 +1,4 @@
-"""The linear layers of a model by the paths of their weights: which weights may be quantized, and have adapters."""
+"""Where adapters go: linear layers by the paths of their weights, which may be quantized too, and all other leaves."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -7,6 +7,7 @@ from typing import Any
 import equinox as eqx
 import jax
 
+from shardzoo.zoo.differences import Shifted, is_shifted
 from shardzoo.zoo.layers import Linear, RowLinear
 from shardzoo.zoo.layout import LAYER, Param, Tree
 from shardzoo.zoo.weights import Weight, declared_base
@@ -14,8 +15,12 @@ from shardzoo.zoo.weights import Weight, declared_base
 BLOCK = "block"  # the dim that packs projections of equal size in one weight
 
 
+def _name(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
 def _path(path: Any) -> str:
-    return f"{jax.tree_util.keystr(path, simple=True, separator='.')}.weight"
+    return f"{_name(path)}.weight"
 
 
 def _is_linear(node: Any) -> bool:
@@ -38,10 +43,37 @@ def with_weights(tree: Tree, weights: Mapping[str, Weight]) -> Tree:
     return jax.tree.map_with_path(one, tree, is_leaf=_is_linear)
 
 
+def shifted_leaves(tree: Any) -> dict[str, Shifted]:
+    """Path -> leaf, of all leaves that have differences beside them, in a model of any filling."""
+    found = jax.tree.leaves_with_path(tree, is_leaf=is_shifted)
+    return {_name(path): leaf for path, leaf in found if isinstance(leaf, Shifted)}
+
+
+def with_leaves(tree: Tree, leaves: Mapping[str, Any]) -> Tree:
+    """The model with the leaves at these paths replaced, and what is beside them; None stands for no leaf."""
+
+    def one(path: Any, node: Any) -> Any:
+        return leaves.get(_name(path), node)
+
+    return jax.tree.map_with_path(one, tree, is_leaf=lambda node: node is None or is_shifted(node))
+
+
+def missing_biases(declared: Any) -> dict[str, Param]:
+    """Path -> what it would be, of the biases that linear layers of a declaration do not have."""
+    found = {}
+    for path, layer in linear_layers(declared).items():
+        if layer.bias is None:
+            weight = declared_base(layer.weight)
+            outputs = tuple(dim for dim in weight.names if dim not in input_dims(layer))
+            found[f"{path.removesuffix('weight')}bias"] = kept(weight, outputs, dtype=layer.weight.dtype, fixed=False)
+    return found
+
+
 def plain(declared: Tree) -> Tree:
-    """The declaration with every weight as one array again: paths, dims and shapes as conversion rules have them."""
+    """The declaration with every leaf as one array again: paths, dims and shapes as conversion rules have them."""
     layers = linear_layers(declared)
-    return with_weights(declared, {path: _one_array(layer.weight) for path, layer in layers.items()})
+    bare = with_leaves(declared, {path: leaf.base for path, leaf in shifted_leaves(declared).items()})
+    return with_weights(bare, {path: _one_array(layer.weight) for path, layer in layers.items()})
 
 
 def _one_array(weight: Weight) -> Param:

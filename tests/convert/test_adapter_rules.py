@@ -2,15 +2,15 @@
 
 import numpy as np
 import pytest
+from lora_files import product
 from safetensors.numpy import save_file
 
 from shardzoo.convert import adapters as files
 from shardzoo.convert.families import rules_of
 from shardzoo.convert.rules import expand, expected
 from shardzoo.zoo import clip_text, clip_vision, decoder, flux, flux2, layout, qwen3_5, qwen_image, t5, wan
-from shardzoo.zoo.adapters import is_blocked
 from shardzoo.zoo.families import find_family
-from shardzoo.zoo.linears import input_dims, linear_layers
+from shardzoo.zoo.linears import linear_layers
 
 HEADS = dict(heads=4, head_dim=16, mlp=40)
 CONFIGS = {
@@ -40,17 +40,6 @@ CONFIGS = {
 LAYOUTS = [(family, one.name) for family in CONFIGS for one in rules_of(family).layouts]
 
 
-def product(layer, factors):
-    """ratio * B A in the dims of the weight, layer by layer and block by block."""
-    param, inputs = layer.weight, input_dims(layer)
-    out = np.zeros(param.shape, np.float32)
-    for slot in np.ndindex(factors.ratio.shape):
-        a, b = factors.a[slot], factors.b[slot]
-        out[slot] = factors.ratio[slot] * np.tensordot(b, a, axes=1)
-    assert a.ndim == 1 + len(inputs) and (factors.ratio.ndim == ("layer" in param.names) + is_blocked(param))
-    return out
-
-
 @pytest.mark.parametrize("family, name", LAYOUTS)
 def test_what_is_added_is_converted_as_the_weights_are(tmp_path, family, name):
     rules, declared = rules_of(family), find_family(family).declare(CONFIGS[family])
@@ -78,3 +67,29 @@ def test_what_is_added_is_converted_as_the_weights_are(tmp_path, family, name):
         assert np.abs(got - want[path]).max() <= 1e-5 * np.abs(want[path]).max(), path
         assert factors.a.dtype == np.float32
     assert set(found.factors) == {p.target for p in pieces if p.source in sums}
+
+
+@pytest.mark.parametrize("family, name", LAYOUTS)
+def test_differences_are_converted_as_the_tensors_are(tmp_path, family, name):
+    """Of every tensor: weights of linear layers as factors, all others in full."""
+    rules, declared = rules_of(family), find_family(family).declare(CONFIGS[family])
+    chosen = next(one for one in rules.layouts if one.name == name)
+    layers, params = linear_layers(declared), layout.named(declared)
+    pieces = expand(rules.rules_in(chosen), params, chosen.roots)
+    shapes = {key: want.shape for key, want in expected(rules.rules_in(chosen), params, chosen.roots).items()}
+    rng, tensors, sums = np.random.default_rng(0), {}, {}
+    for key in sorted({p.source for p in pieces if p.target not in layers or len(shapes[p.source]) == 2}):
+        sums[key] = rng.normal(size=shapes[key]).astype(np.float32)
+        module, _, end = key.rpartition(".")
+        to = {"weight": f"{module}.diff", "bias": f"{module}.diff_b"}.get(end, f"{key}.diff")
+        tensors[f"diffusion_model.{to}"] = sums[key]
+    save_file(tensors, tmp_path / "x.safetensors")
+    found = files.read(tmp_path / "x.safetensors", declared, family=family)
+    got = found.differences | {path: product(layers[path], factors) for path, factors in found.factors.items()}
+    want = {path: np.zeros(params[path].shape, np.float32) for path in got}
+    for piece in (p for p in pieces if p.source in sums):
+        at, take = (tuple(slice(*r) for r in ranges) for ranges in (piece.at, piece.take))
+        want[piece.target][at] = sums[piece.source][take].reshape(want[piece.target][at].shape)
+    for path, value in got.items():
+        np.testing.assert_array_equal(value, want[path], err_msg=path)
+    assert set(got) == {p.target for p in pieces if p.source in sums}

@@ -73,9 +73,8 @@ def test_everything_wrong_in_one_message(tmp_path):
         ("lora_unet_x.lokr_w2", "LoKr"),
         ("lora_unet_x.dora_scale", "DoRA"),
         ("base_model.model.x.lora_magnitude_vector.default.weight", "DoRA"),
-        ("base_model.model.x.lora_B.bias", "LoRA with biases"),
         ("transformer.x.oft_blocks", "OFT"),
-        ("model.diffusion_model.x.diff_b", "a difference of whole weights"),
+        ("model.diffusion_model.x.set_weight", "a weight in place of the model's"),
     ],
 )
 def test_other_kinds_by_name(tmp_path, key, kind):
@@ -136,17 +135,47 @@ def test_parts_of_other_models_are_left_out_when_asked(tmp_path):
 def test_differences_of_zero_change_nothing_and_others_can_be_left_out(tmp_path):
     path = write_file(tmp_path / "x.safetensors", pairs(), "comfy")
     plain, tensors = files.read(path, DECLARED), load_file(path)
-    start = "diffusion_model.double_blocks.0"
-    tensors[f"{start}.img_attn.norm.query_norm.diff"] = np.zeros(8, np.float32)
-    tensors[f"{start}.img_mlp.0.diff_b"] = np.zeros(64, np.float32)
+    start = "diffusion_model.transformer_blocks.0"
+    tensors[f"{start}.attn.norm_q.diff"] = np.zeros(8, np.float32)
+    tensors[f"{start}.ff.net.0.proj.diff_b"] = np.zeros(48, np.float32)
+    tensors["diffusion_model.nowhere.diff"] = np.zeros(3, np.float32)
     save_file(tensors, path)
-    assert files.read(path, DECLARED).factors.keys() == plain.factors.keys()
-    tensors[f"{start}.img_mlp.0.diff_b"][3] = 1e-3
+    assert not files.read(path, DECLARED).differences
+    tensors[f"{start}.ff.net.0.proj.diff_b"][3] = 1e-3
     save_file(tensors, path)
-    assert f'not supported: {start}.img_mlp.0.diff_b (ignore=("*.diff_b",) goes without)' in refusal(path)
-    for ignore in (("*.diff_b",), ("diffusion_model.double_blocks.0.img_mlp.0.",)):
-        assert files.read(path, DECLARED, ignore=ignore).factors.keys() == plain.factors.keys()
+    (value,) = files.read(path, DECLARED).differences.values()
+    assert value[0, 3] == np.float32(1e-3) and np.count_nonzero(value) == 1
+    for ignore in (("*.diff_b",), ("diffusion_model.transformer_blocks.0.ff.net.0.",)):
+        found = files.read(path, DECLARED, ignore=ignore)
+        assert found.factors.keys() == plain.factors.keys() and not found.differences
     assert "holds no tensors but those to ignore" in refusal(path, ignore=("*",))
+
+
+def test_differences_that_do_not_fit(tmp_path):
+    start, ones = "diffusion_model.double_blocks.0", lambda *shape: np.ones(shape, np.float32)
+    tensors = {
+        f"{start}.img_mlp.0.diff_b": ones(7),
+        f"{start}.img_mlp.9.diff": ones(7),
+        f"{start}.img_attn.norm.key_norm.diff": np.ones(12, np.int32),
+        f"{start}.img_attn.norm.key_norm.scale": ones(5),
+        "diffusion_model.img_in.lora_B.bias": ones(96),
+        "diffusion_model.txt_in.lora_A.weight": ones(2, 64),
+        "diffusion_model.txt_in.lora_B.weight": ones(96, 2),
+    }
+    save_file(tensors, tmp_path / "x.safetensors")
+    text = refusal(tmp_path / "x.safetensors")
+    for part in (
+        "img_mlp.0.diff_b: has the shape (7,), expected (48,)",
+        "img_mlp.9.diff: no module of this model (ignore= (--lora-ignore) leaves it out)",
+        "key_norm.diff: is of int32, not floating point",
+        "key_norm.scale: has the shape (5,), expected (12,)",
+        "img_in: has no A (down)",
+        "txt_in: A and B have the shapes (2, 64) and (96, 2), expected (r, 10) and (96, r): its model takes wider in",
+    ):
+        assert part in text, text
+    tensors = {f"{start}.img_attn.norm.key_norm.diff": np.full(12, np.nan, np.float32)}
+    save_file(tensors, tmp_path / "x.safetensors")
+    assert "key_norm.diff: NaN or infinite" in refusal(tmp_path / "x.safetensors")
 
 
 def test_for_a_quantized_model_that_is_split_and_kept_on_the_host(tmp_path):

@@ -6,6 +6,10 @@ import numpy as np
 import torch
 from safetensors.numpy import save_file
 
+from shardzoo.zoo import layout
+from shardzoo.zoo.adapters import is_blocked
+from shardzoo.zoo.linears import input_dims, linear_layers
+
 RANK, ALPHA = 3, 5.0
 # diffusers path -> the original's, for layers that both have whole
 ALIKE = {
@@ -95,3 +99,26 @@ def added(model, deltas):
     with torch.no_grad():
         for name, delta in deltas.items():
             model.get_parameter(f"{name}.weight").add_(torch.tensor(delta))
+
+
+def product(layer, factors):
+    """ratio * B A in the dims of the weight, layer by layer and block by block."""
+    param, inputs = layer.weight, input_dims(layer)
+    out = np.zeros(param.shape, np.float32)
+    for slot in np.ndindex(factors.ratio.shape):
+        a, b = factors.a[slot], factors.b[slot]
+        out[slot] = factors.ratio[slot] * np.tensordot(b, a, axes=1)
+    assert a.ndim == 1 + len(inputs) and (factors.ratio.ndim == ("layer" in param.names) + is_blocked(param))
+    return out
+
+
+def with_adapter(declared, values, adapter):
+    """Path -> weights with an adapter of a plain declaration in them."""
+    layers, new = linear_layers(declared), {path: np.array(x) for path, x in layout.named(values).items()}
+    for path, factors in adapter.factors.items():
+        new[path] += adapter.strength * product(layers[path], factors)
+    for path, value in adapter.differences.items():
+        new[path] += adapter.strength * value
+    for path, value in adapter.instead.items():
+        new[path] += np.where(np.isnan(value), 0, adapter.strength * (value - new[path]))
+    return new
