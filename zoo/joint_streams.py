@@ -12,7 +12,6 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Shaped
 
-from shardzoo.zoo.attention import attention
 from shardzoo.zoo.layers import SEQ, Residual, own_share, pad
 from shardzoo.zoo.mesh import CONTEXT, TP
 
@@ -106,18 +105,6 @@ class Shares:
         parts = [x.reshape(x.shape[0], self.tensor, -1, *x.shape[2:]) for x in (text, image)]
         both = jnp.concatenate(parts, axis=SEQ + 1)
         return both.reshape(both.shape[0], -1, *both.shape[3:])
-
-
-def joint_attention(
-    q: tuple[Float[Array, "batch text heads head_dim"], Float[Array, "batch image heads head_dim"]],
-    kv: tuple[Float[Array, "batch text two heads head_dim"], Float[Array, "batch image two heads head_dim"]],
-    valid: tuple[Bool[Array, "rows text"], Bool[Array, "rows image"]] | None,
-) -> tuple[Float[Array, "batch text heads head_dim"], Float[Array, "batch image heads head_dim"]]:
-    """Attention of both streams to both: text and image split as on entry. Collectives are those of `attention`."""
-    size = q[0].shape[SEQ]
-    mask = None if valid is None else everywhere(jnp.concatenate(valid, axis=SEQ), q[0])
-    out = attention(jnp.concatenate(q, axis=SEQ), jnp.concatenate(kv, axis=SEQ), key_mask=mask)
-    return out[:, :size], out[:, size:]
 
 
 def everywhere(valid: Bool[Array, "rows seq"], like: Array) -> Bool[Array, "batch seq"]:
