@@ -525,6 +525,15 @@ def generate(
             show_default=False,
         ),
     ] = None,
+    lora_ignore: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PATTERN",
+            help="Tensors of the adapters to leave out, by how their names begin or by a pattern with `*`"
+            " (*.diff_b); may be given several times.",
+            show_default=False,
+        ),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Restore a language model and let it reply to a prompt, or a pipeline and let it make images or a video.
@@ -557,7 +566,7 @@ def generate(
         "out": out,
         "overwrite": overwrite or None,
     }
-    held: dict[str, Any] = {"offload": offload, "quantize": quantize, "lora": lora}
+    held: dict[str, Any] = {"offload": offload, "quantize": quantize, "lora": lora, "lora_ignore": lora_ignore}
     common: dict[str, Any] = {"seed": seed, "dtype": dtype, "degrees": mesh, "json": json, **held}
     if commands.makes_images(checkpoint):
         commands.refuse_options(checkpoint, "is a pipeline", text)

@@ -15,7 +15,7 @@ from shardzoo.checkpoints.pipeline import is_pipeline, is_unfinished
 from shardzoo.cli import reports, targets, verdicts
 from shardzoo.cli.interrupts import uninterrupted
 from shardzoo.cli.terminal import count_text, note, progress_bar, say, say_json, say_table, size_text, working
-from shardzoo.errors import InputError
+from shardzoo.errors import InputError, fail_if
 from shardzoo.zoo import layout
 from shardzoo.zoo.families import family_names, find_family
 from shardzoo.zoo.mesh import Degrees
@@ -261,6 +261,7 @@ def generate(
     offload: bool,
     quantize: str | None,
     lora: list[Any] | None,
+    lora_ignore: list[str] | None,
     json: bool,
 ) -> None:
     """Restores the model onto the mesh and prints its replies."""
@@ -284,7 +285,7 @@ def generate(
     if dtype is not None and dtype.itemsize < 2:
         raise InputError(f"generate: dtype={dtype.name} is for storage: run in float32, bfloat16 or float16")
     layout.audit(plain, degrees)
-    models = weights.Models({MODEL: plain}, weights.Held(quantize=quantize, loras=tuple(lora or ())), usual=MODEL)
+    models = weights.Models({MODEL: plain}, weights.held(quantize, lora, lora_ignore), usual=MODEL)
     declared = models.declared[MODEL]
     text = chat.read_text_assets(found.assets, str(checkpoint))
     ids = [text.encode(one) if raw else text.encode_chat(one, system) for one in texts]
@@ -321,6 +322,9 @@ def _check_request(engine: Any, declared: Any, ids: list[list[int]], options: Re
     from shardzoo.zoo.next_token import Sampling
 
     Sampling(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
+    given = {"--top-k": options.top_k, "--top-p": options.top_p}
+    idle = [name for name, value in given.items() if value is not None and not options.temperature]
+    fail_if([f"{x} does nothing at --temperature 0: give a temperature, or leave it out" for x in idle], "generate")
     engine.check_prompts(declared.config, ids, options.max_new_tokens)
 
 
@@ -373,6 +377,7 @@ def generate_images(
     offload: bool,
     quantize: str | None,
     lora: list[Any] | None,
+    lora_ignore: list[str] | None,
     json: bool,
     **wanted: Any,
 ) -> None:
@@ -401,7 +406,7 @@ def generate_images(
             dtype=dtype,
             degrees=degrees,
             offload=offload,
-            held=weights.Held(quantize=quantize, loras=tuple(lora or ())),
+            held=weights.held(quantize, lora, lora_ignore),
             on_step=progress,
         )
     if json:

@@ -1,7 +1,7 @@
 """How generate holds a model's weights: quantized while they are restored, with adapters beside them."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +27,28 @@ class Lora:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Held:
-    """What was asked for."""
+    """What was asked for.
+
+    Attributes:
+        quantize: what weights are quantized to.
+        loras: the adapters.
+        ignore: which of their tensors to leave out, as `convert.adapters.read` takes it.
+    """
 
     quantize: str | None = None
     loras: tuple[Lora, ...] = ()
+    ignore: tuple[str, ...] = ()
+
+
+def held(quantize: str | None, loras: Sequence[Lora] | None, ignore: Sequence[str] | None) -> Held:
+    """What the options say.
+
+    Raises:
+        InputError: tensors to leave out, and no adapter.
+    """
+    if ignore and not loras:
+        raise InputError("generate: --lora-ignore does nothing without --lora: leave it out")
+    return Held(quantize=quantize, loras=tuple(loras or ()), ignore=tuple(ignore or ()))
 
 
 class Models:
@@ -56,18 +74,20 @@ class Models:
             name: quantize.declare(one, self._kind) if self._kind and name in self._chosen else one
             for name, one in plain.items()
         }
-        self._adapters = self._read(held.loras, usual)
+        self._adapters = self._read(held, usual)
         self.declared = {name: adapters.declare(one, self._adapters.get(name, ())) for name, one in self._bare.items()}
 
-    def _read(self, loras: tuple[Lora, ...], usual: str) -> dict[str, list[adapters.Adapter]]:
+    def _read(self, held: Held, usual: str) -> dict[str, list[adapters.Adapter]]:
         found: dict[str, list[adapters.Adapter]] = {}
-        for number, lora in enumerate(loras):
+        for number, lora in enumerate(held.loras):
             name = lora.component or usual
             if name not in self._plain:
                 there = ", ".join(self._plain)
                 raise InputError(f"--lora {lora.path}: there is no component {name!r}: there are {there}")
             bare = self._bare[name]
-            loaded = adapter_files.read(lora.path, bare, strength=lora.strength, component=lora.component)
+            loaded = adapter_files.read(
+                lora.path, bare, strength=lora.strength, component=lora.component, ignore=held.ignore
+            )
             mine = found.setdefault(name, [])
             twice = loaded.name in [one.name for one in mine]
             mine.append(dataclasses.replace(loaded, name=f"{loaded.name[:50]}-{number}") if twice else loaded)

@@ -88,6 +88,7 @@ def test_text_is_all_that_standard_output_has(checkpoint):
         (("--max-new-tokens", "1000"), ("max_new_tokens=1000", "max_positions=128")),
         (("--dtype", "float8_e4m3fn"), ("float8_e4m3fn is for storage",)),
         (("--top-p", "0"), ("top_p=0.0 is not in (0, 1]",)),
+        (("--top-k", "5", "--top-p", "0.5"), ("--top-k does nothing at --temperature 0", "--top-p does nothing at")),
         (("--raw", "--system", "word5"), ("--system is for the chat template, which --raw leaves out",)),
     ],
 )

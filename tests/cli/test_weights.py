@@ -104,10 +104,13 @@ def test_verify_audit_and_export_of_quantized_weights(folder, tmp_path):
         (["--lora", "style.safetensors=much"], 2, "'much' in 'style.safetensors=much' is not a number"),
         (["--lora", "style.safetensors=inf"], 2, "is not a file and a finite weight"),
         (["--lora", "vae:x.safetensors"], 1, "there is no component 'vae': there are model"),
+        (["--lora-ignore", "*.diff"], 1, "--lora-ignore does nothing without --lora"),
+        (["--lora", "STYLE", "--lora-ignore", "base", "--lora-ignore", "*.alpha"], 1, "no tensors but those to ignore"),
         (["--quantize", "int4"], 2, "'int4' is not one of int8, fp8"),
     ],
 )
 def test_what_is_refused(folder, words, status, part):
+    words = [folder / "style" if word == "STYLE" else word for word in words]
     ended = invoke("generate", folder / "ckpt", "--prompt", "word3", *words)
     assert ended.status == status and part in ended.err.replace("\n", " ").replace("│ ", ""), ended.err
 
