@@ -350,10 +350,12 @@ class Ranking:
         if self.fits:
             yield f"  best: {self.predictions[0].degrees}: {self.why()}"
         else:
-            yield f"  no mesh of {self.where.name} fits ({self.least_chips} chips for the weights alone); what would:"
+            chips = f"{self.least_chips} chip{'s' * (self.least_chips > 1)}"
+            yield f"  no mesh of {self.where.name} fits ({chips} for the weights alone); what would:"
             yield from (remedy.line() for remedy in self.remedies)
             if not self.remedies:
-                yield "    nothing that was tried: more chips, 8-bit weights, blocks in host memory, smaller inputs"
+                kinds = "blocks computed again" if self.train else "8-bit weights, blocks in host memory"
+                yield f"    nothing that was tried: more chips, weights split at rest, {kinds}, smaller inputs"
         yield from self._misfit_lines()
 
     def _misfit_lines(self) -> Iterator[str]:

@@ -1,4 +1,5 @@
-"""What would fit where nothing does: more chips, 8-bit weights, blocks in host memory, smaller inputs.
+"""What would fit where nothing does: more chips, blocks computed again, weights split at rest, in 8 bits or in host
+memory, smaller inputs.
 
 Each is tried by the same arithmetic as the meshes that did not fit, and only what then fits is named.
 """
@@ -10,14 +11,16 @@ from typing import Any
 
 from shardzoo.cli.chips import Slice
 from shardzoo.cli.memory import MOMENTS, part_bytes, weight_bytes
-from shardzoo.cli.prediction import Prediction, Remedy, meshes_of, predict
+from shardzoo.cli.prediction import Prediction, Remedy, meshes_of, predict, sizes_of
 from shardzoo.cli.verdicts import judge
 from shardzoo.zoo import layout, quantize
 from shardzoo.zoo.families import Family, TraceSizes
-from shardzoo.zoo.mesh import Degrees
+from shardzoo.zoo.mesh import CONTEXT, DATA, Degrees
 
 MORE = (2, 4, 8, 16)  # times the chips
 SMALLER = (2, 4, 8)  # parts of a length
+AT_REST = (DATA, CONTEXT)
+AGAIN = "blocks computed again (--remat all)"
 MESHES = 1  # that are tried of a larger slice: those with the least weights on a device
 
 
@@ -59,7 +62,8 @@ def remedies(attempt: Attempt, nearest: Degrees | None) -> tuple[Remedy, ...]:
     """The smallest change of each kind that fits; `nearest` is the mesh of the slice that takes the least memory."""
     found = list(_more_chips(attempt))
     if nearest is not None:
-        found += [*_eight_bits(attempt, nearest), *_offload(attempt, nearest), *_smaller(attempt, nearest)]
+        found += _kept_less(attempt, nearest) if attempt.train else _smaller_weights(attempt, nearest)
+        found += _smaller(attempt, nearest)
     return tuple(found)
 
 
@@ -69,17 +73,29 @@ def _remedy(what: str, prediction: Prediction | None) -> Iterator[Remedy]:
 
 
 def _more_chips(attempt: Attempt) -> Iterator[Remedy]:
-    where = attempt.where
-    for times in MORE:
-        chips = where.chips * times
-        if chips > where.chip.most:
-            return
-        larger = dataclasses.replace(where, name=f"{where.version}-{chips * where.chip.cores}", chips=chips)
-        for degrees in _lightest(attempt.declared, larger.devices, attempt.sizes.batch):
-            found = list(_remedy(f"{larger.name}, {chips} chips", attempt.on(degrees, where=larger)))
+    """The fewest more chips; if none of those tried is enough by itself, with as much split at rest as there is."""
+    larger = list(_larger(attempt.where))
+    for where in larger:
+        for degrees in _lightest(attempt.declared, where.devices, attempt.sizes.batch):
+            found = list(_remedy(_chips(where), attempt.on(degrees, where=where)))
             if found:
                 yield from found
                 return
+    for where in larger:
+        found = list(_split_at_rest(dataclasses.replace(attempt, where=where), f"{_chips(where)}, "))
+        if found:
+            yield min(found, key=lambda remedy: remedy.memory)
+            return
+
+
+def _larger(where: Slice) -> Iterator[Slice]:
+    for chips in (where.chips * times for times in MORE):
+        if chips <= where.chip.most:
+            yield dataclasses.replace(where, name=f"{where.version}-{chips * where.chip.cores}", chips=chips)
+
+
+def _chips(where: Slice) -> str:
+    return f"{where.name}, {where.chips} chips"
 
 
 def _lightest(declared: Any, devices: int, batch: int) -> list[Degrees]:
@@ -89,24 +105,51 @@ def _lightest(declared: Any, devices: int, batch: int) -> list[Degrees]:
     return [verdict.degrees for verdict in fitting[:MESHES]]
 
 
-def _eight_bits(attempt: Attempt, nearest: Degrees) -> Iterator[Remedy]:
+def _kept_less(attempt: Attempt, nearest: Degrees) -> Iterator[Remedy]:
+    """Of training: activations computed again; weights with their gradients and moments split at rest."""
+    if not attempt.remat:
+        yield from _remedy(AGAIN, attempt.on(nearest, remat=True))
+    yield from _split_at_rest(attempt)
+
+
+def _smaller_weights(attempt: Attempt, nearest: Degrees) -> Iterator[Remedy]:
+    """Of a pass alone: weights split at rest, in 8 bits, or in host memory."""
     declared = attempt.declared
-    if not attempt.train and quantize.kind_of(declared) is None and quantize.quantizable(declared, "int8"):
+    yield from _split_at_rest(attempt)
+    if quantize.kind_of(declared) is None and quantize.quantizable(declared, "int8"):
         smaller = quantize.declare(declared, "int8")
         yield from _remedy("int8 weights (--quantize int8)", attempt.on(nearest, declared=smaller))
+    moved = layout.keep_on_host(declared)
+    yield from _remedy("blocks kept in host memory (generate --offload)", attempt.on(nearest, declared=moved))
 
 
-def _offload(attempt: Attempt, nearest: Degrees) -> Iterator[Remedy]:
-    if not attempt.train:
-        moved = layout.keep_on_host(attempt.declared)
-        what = "blocks kept in host memory (generate --offload)"
-        yield from _remedy(what, attempt.on(nearest, declared=moved))
+def _split_at_rest(attempt: Attempt, before: str = "") -> Iterator[Remedy]:
+    """Over each axis on the mesh with most of it; when training, where that is not enough, with blocks run again."""
+    for degrees, axis in _for_splits(attempt):
+        what = f"{before}weights split at rest (--at-rest {axis})"
+        found = list(_remedy(what, attempt.on(degrees, at_rest=axis)))
+        if not found and attempt.train and not attempt.remat:
+            found = list(_remedy(f"{what}, {AGAIN}", attempt.on(degrees, at_rest=axis, remat=True)))
+        yield from found
+
+
+def _for_splits(attempt: Attempt) -> Iterator[tuple[Degrees, str]]:
+    """For each axis that weights may be split over at rest, the mesh of the slice with most of it."""
+    if attempt.at_rest is None:
+        meshes = meshes_of(attempt.where.devices, attempt.sizes.batch)
+        fitting = [verdict.degrees for verdict in (judge(attempt.declared, one) for one in meshes) if verdict.fits]
+        for axis in AT_REST:
+            most = max(fitting, key=lambda degrees: degrees.sizes[axis], default=None)
+            if most is not None and most.sizes[axis] > 1:
+                yield most, axis
 
 
 def _smaller(attempt: Attempt, nearest: Degrees) -> Iterator[Remedy]:
     """A shorter clip or text, or a smaller picture: the first part of each that fits."""
-    sizes = attempt.sizes
+    sizes, taken = attempt.sizes, ("batch", *sizes_of(attempt.family, attempt.declared))
     for name in ("batch", "frames", "tokens"):
+        if name not in taken:
+            continue
         for part in SMALLER:
             size = getattr(sizes, name) // part
             if size < 1 or (name == "batch" and size % nearest.data):
@@ -115,7 +158,7 @@ def _smaller(attempt: Attempt, nearest: Degrees) -> Iterator[Remedy]:
             if found:
                 yield from found
                 break
-    for part in SMALLER[:2]:
+    for part in SMALLER[:2] if "height" in taken else ():
         half = {name: getattr(sizes, name) // part for name in ("height", "width")}
         found = list(_fitting(attempt, nearest, f"height={half['height']}, width={half['width']}", half))
         if found:

@@ -2,6 +2,7 @@
 
 import html.parser
 import json
+import re
 
 import pytest
 from command_line import invoke
@@ -98,6 +99,36 @@ def test_what_would_fit():
     tokens = next(what for what in found if "tokens=" in what).removeprefix("tokens=")
     again = invoke("audit", "decoder/llama-3.2-3b", "--chips", "v5e-1", "--batch", 24, "--tokens", tokens)
     assert again.status == 0, "what is said to fit does"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "decoder/qwen2.5-0.5b --chips v5e-2 --train --tokens 16384",
+        pytest.param("decoder/llama-3.2-3b --chips v5e-8 --batch 8 --train", marks=pytest.mark.slow),
+        pytest.param("flux/flux1-dev --chips v5e-8 --train", marks=pytest.mark.slow),
+        pytest.param("wan/wan2.1-t2v-14b --chips v5e-4 --frames 321 --height 720 --width 1280", marks=pytest.mark.slow),
+    ],
+)
+def test_each_remedy_fits_when_it_is_taken(words):
+    """With the options and sizes that it names, on its mesh; and only sizes that the model has are named."""
+    words = words.split()
+    ended = invoke("audit", *words, "--json")
+    assert ended.status == 1
+    found = json.loads(ended.out)["ranking"]["remedies"]
+    assert found and len({remedy["what"] for remedy in found}) == len(found)
+    for remedy in found:
+        taken = list(words)
+        for option in re.findall(r"\((--[^)]*)\)", remedy["what"]):
+            taken += option.split()
+        if slice_ := re.match(r"(v\S+), ", remedy["what"]):
+            taken += ["--chips", slice_[1]]
+        for name, size in re.findall(r"(\w+)=(\d+)", remedy["what"]):
+            taken += [f"--{name}", size]
+        if "--offload" not in remedy["what"]:
+            mesh = ("--mesh", "one" if remedy["mesh"] == "one device" else remedy["mesh"])
+            again = invoke("audit", *taken, *mesh)
+            assert again.status == 0, (remedy, again.out, again.err)
 
 
 def test_the_best_mesh_wins_for_a_reason():
