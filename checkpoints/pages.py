@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import Shaped
+from jaxtyping import Shaped, UInt8
 
 LEAST = 64 << 10  # bytes: less than this is left to the heap
 
@@ -33,3 +33,16 @@ def copy(values: Shaped[np.ndarray, "..."]) -> Shaped[np.ndarray, "..."]:
     made = empty(values.shape, values.dtype)
     made[...] = values
     return made
+
+
+class Room:
+    """Memory that is filled again and again: the system clears every fresh page before it is filled."""
+
+    def __init__(self):
+        self._held = np.empty(0, np.uint8)
+
+    def of(self, nbytes: int) -> UInt8[np.ndarray, " nbytes"]:
+        """So many bytes, whatever was in them; the same ones at each call."""
+        if self._held.size < nbytes:
+            self._held = empty([nbytes], np.uint8)
+        return self._held[:nbytes]

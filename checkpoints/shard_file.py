@@ -22,7 +22,12 @@ _ABSENT = (1 << 64) - 1  # offset and size in the index of a chunk beyond the en
 
 
 def write_shard(
-    handle: int, values: Shaped[np.ndarray, "..."], grid: Grid, start: tuple[int, ...], shape: tuple[int, ...]
+    handle: int,
+    values: Shaped[np.ndarray, "..."],
+    grid: Grid,
+    start: tuple[int, ...],
+    shape: tuple[int, ...],
+    room: pages.Room,
 ) -> sums.Sums:
     """Writes the file that begins at `start` in a leaf of global `shape` to an open file; returns its checksum.
 
@@ -31,16 +36,16 @@ def write_shard(
     Raises:
         OSError: the storage is full or failed.
     """
-    total, buffer = (0, 0), np.empty(0, np.uint8)
+    total = (0, 0)
     bits = values.view(f"u{values.itemsize}")  # copies of such types are plain memory moves
     for band in _bands(values.shape, grid.inner, values.itemsize):
         at = tuple(s + b.start for s, b in zip(start, band, strict=True))
         total = sums.add(total, sums.of_block(values[index_of(band)], at, shape))
         chunks = _chunks(bits[index_of(band)], grid.inner)
         size = _chunk_bytes(grid, values.itemsize) * math.prod(chunks.shape[: values.ndim])
-        buffer = buffer if buffer.size >= size else pages.empty([size], np.uint8)
-        _encode(chunks, buffer[:size])
-        _write_all(handle, buffer[:size].data)
+        buffer = room.of(size)
+        _encode(chunks, buffer)
+        _write_all(handle, buffer.data)
     index = _index(grid, values.shape, _chunk_bytes(grid, values.itemsize))
     _write_all(handle, memoryview(index + _crc32c(index)))
     return total

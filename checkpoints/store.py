@@ -9,6 +9,7 @@ import errno
 import functools
 import math
 import os
+import queue
 import shutil
 import sys
 import tempfile
@@ -20,7 +21,7 @@ import numpy as np
 import tensorstore as ts
 from jaxtyping import Shaped
 
-from shardzoo.checkpoints import sums
+from shardzoo.checkpoints import pages, sums
 from shardzoo.checkpoints.grid import Block, Grid, LeafSpec, index_of
 from shardzoo.checkpoints.orbax_layout import zarr_bytes, zarr_metadata
 from shardzoo.checkpoints.shard_file import write_shard
@@ -247,7 +248,9 @@ class LeafWriter:
         self._budget = Budget(budget)
         self._sync = sync
         self._threads = concurrent.futures.ThreadPoolExecutor(WRITERS, "store")
-        self._encoding = threading.Semaphore(max(2, os.cpu_count() or 2))
+        self._rooms: queue.LifoQueue[pages.Room] = queue.LifoQueue()  # one for each file that is encoded at a time
+        for _ in range(max(2, os.cpu_count() or 2)):
+            self._rooms.put(pages.Room())
         self._open: dict[str, _Open] = {}
         self._lock = threading.Lock()
         self.kept = dict(kept or {})
@@ -345,9 +348,12 @@ class LeafWriter:
         file.parent.mkdir(parents=True, exist_ok=True)
         handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
         try:
-            with self._encoding:
+            room = self._rooms.get()
+            try:
                 start = tuple(s.start for s in grid.block(index))
-                total = write_shard(handle, values, grid, start, spec.shape)
+                total = write_shard(handle, values, grid, start, spec.shape, room)
+            finally:
+                self._rooms.put(room)
             self._put_on_device(handle)
         finally:
             os.close(handle)

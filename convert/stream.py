@@ -83,18 +83,22 @@ def rows_of(info: TensorInfo, share: Part) -> slice | None:
     return slice(*share.rows) if info.shape else None
 
 
-def cost_of(info: TensorInfo, share: Part, itemsize: int) -> int:
-    """Bytes that a share needs from its reading to its last written byte; `itemsize` is that of the leaf's plan."""
+def cost_of(info: TensorInfo, share: Part, block: Ranges, leaf: LeafPlan) -> int:
+    """Bytes that a share needs from its reading to its last written byte: the pages read, and what is made of them."""
     start, stop = share.rows if info.shape else (0, 1)
     read = (stop - start) * math.prod(info.shape[1:]) * info.dtype.itemsize
-    return read + volume(share.at) * itemsize  # the mapped pages, and a block that is cast or put together
+    lies = info.offset is not None and info.offset % info.dtype.itemsize == 0
+    whole = share.columns == tuple((0, n) for n in info.shape[1:]) and share.at == block
+    if lies and whole and info.dtype == leaf.spec.dtype and leaf.scales is None:
+        return read  # written as it lies in the file
+    return read + volume(share.at) * leaf.itemsize
 
 
 def least_budget(source: Source, plan: Plan, grids: Mapping[str, Grid]) -> int:
     """Bytes that the most expensive share of a conversion needs: no budget below can hold."""
     return max(
         (
-            cost_of(source.tensors[piece.source], share, leaf.itemsize)
+            cost_of(source.tensors[piece.source], share, block, leaf)
             for path, leaf in plan.leaves.items()
             for piece in leaf.pieces
             for block in blocks_of(piece.at, grids[path])
@@ -266,7 +270,7 @@ class Stream:
 
     def _read_share(self, piece: Piece, block: Ranges, share: Part, digest: FileDigest | None) -> None:
         info = self._source.tensors[piece.source]
-        cost = cost_of(info, share, self._plan.leaves[piece.target].itemsize)
+        cost = cost_of(info, share, block, self._plan.leaves[piece.target])
         held = Held(self._budget, cost, lambda: self._source.release(piece.source, rows_of(info, share)))
         try:
             rows, whole, values = take(self._source, piece, share)
