@@ -151,8 +151,8 @@ def _smaller(attempt: Attempt, nearest: Degrees) -> Iterator[Remedy]:
         if name not in taken:
             continue
         for part in SMALLER:
-            size = getattr(sizes, name) // part
-            if size < 1 or (name == "batch" and size % nearest.data):
+            size = _part(name, getattr(sizes, name), part)
+            if size in (0, getattr(sizes, name)) or (name == "batch" and size % nearest.data):
                 break
             found = list(_fitting(attempt, nearest, f"{name}={size}", {name: size}))
             if found:
@@ -164,6 +164,11 @@ def _smaller(attempt: Attempt, nearest: Degrees) -> Iterator[Remedy]:
         if found:
             yield from found
             break
+
+
+def _part(name: str, size: int, part: int) -> int:
+    """So large a part of a size; of a video's frames one and a multiple of 4, as its autoencoder takes them."""
+    return 1 + (size - 1) // (4 * part) * 4 if name == "frames" else size // part
 
 
 def _fitting(attempt: Attempt, nearest: Degrees, what: str, change: dict[str, int]) -> Iterator[Remedy]:
