@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable
+from numbers import Integral, Real
 
 
 class InputError(ValueError):
@@ -24,6 +25,24 @@ def fail_if(problems: Iterable[str], title: str) -> None:
         raise InputError(f"{title}: {listed[0]}")
     if listed:
         raise InputError("\n  ".join([f"{title}:", *listed]))
+
+
+def not_whole(**values: object) -> list[str]:
+    """The problems of what should be whole numbers, by name: also of floats that hold one, as a range refuses them."""
+    return [
+        f"{name}={value!r} is not a whole number: change it"
+        for name, value in values.items()
+        if not isinstance(value, Integral) or isinstance(value, bool)
+    ]
+
+
+def not_scales(**values: object) -> list[str]:
+    """The problems of what something is to be multiplied by, by name: what is no number of 0 or more, or not finite."""
+    return [
+        f"{name}={value!r} is not a number to scale by, finite and not below 0: change it"
+        for name, value in values.items()
+        if not isinstance(value, Real) or isinstance(value, bool) or not 0 <= float(value) < math.inf
+    ]
 
 
 def nothing_in(**shapes: tuple[int, ...]) -> list[str]:

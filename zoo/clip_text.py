@@ -20,7 +20,7 @@ from jax import P
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Bool, Float, Int, jaxtyped
 
-from shardzoo.errors import InputError, fail_if
+from shardzoo.errors import InputError, fail_if, nothing_in
 from shardzoo.zoo import layout
 from shardzoo.zoo.clip import Activation, Block, blocks_to_run, declare_norm, gathered, run_blocks, size_problems
 from shardzoo.zoo.dtypes import float_dtype
@@ -138,6 +138,7 @@ def forward(
         model: Encoder, ids: Int[Host, "batch seq"], *, mask: Bool[Host, "batch seq"] | None = None
     ) -> Float[Array, "batch *tokens embed"]:
         batch, seq = ids.shape
+        fail_if(nothing_in(ids=ids.shape), "clip_text.forward")
         if not 1 <= seq <= config.positions:
             raise InputError(
                 f"clip_text.forward: seq={seq} is not within 1 and positions={config.positions}:"

@@ -21,7 +21,7 @@ from jax import P
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Float, jaxtyped
 
-from shardzoo.errors import InputError, fail_if
+from shardzoo.errors import InputError, fail_if, nothing_in
 from shardzoo.zoo import layout
 from shardzoo.zoo.clip import Activation, Block, blocks_to_run, declare_norm, gathered, run_blocks, size_problems
 from shardzoo.zoo.dtypes import float_dtype
@@ -167,6 +167,7 @@ def forward(
     @jaxtyped(typechecker=beartype)
     def f(model: Encoder, pixels: Float[Host, "batch channels height width"]) -> Float[Array, "batch *tokens embed"]:
         batch, *size = pixels.shape
+        fail_if(nothing_in(pixels=pixels.shape), "clip_vision.forward")
         wanted = [config.channels, config.image, config.image]
         if size != wanted:
             raise InputError(f"clip_vision.forward: images of {size} where the model takes {wanted}: resize them")

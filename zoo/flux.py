@@ -17,7 +17,7 @@ from jax import P, lax
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Float, Num, jaxtyped
 
-from shardzoo.errors import fail_if
+from shardzoo.errors import fail_if, nothing_in
 from shardzoo.kernels.flash_attention.options import varying_over
 from shardzoo.zoo import layout
 from shardzoo.zoo.dtypes import float_dtype
@@ -129,6 +129,7 @@ def forward(
 
 
 def _problems(config: Config, image, text, pooled, image_ids, text_ids, guidance) -> Iterator[str]:
+    yield from nothing_in(image=image.shape, text=text.shape)
     sizes = (("image", image, config.in_channels), ("text", text, config.text), ("pooled", pooled, config.pooled))
     for name, x, size in sizes:
         if x.shape[-1] != size:

@@ -17,7 +17,7 @@ from jax import P
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Float, Num, jaxtyped
 
-from shardzoo.errors import fail_if
+from shardzoo.errors import fail_if, nothing_in
 from shardzoo.zoo import layout
 from shardzoo.zoo.dtypes import float_dtype
 from shardzoo.zoo.families import Family, TraceSizes, register
@@ -142,6 +142,7 @@ def forward(
 
 
 def _problems(config: Config, image, text, image_ids, text_ids, guidance) -> Iterator[str]:
+    yield from nothing_in(image=image.shape, text=text.shape)
     for name, x, size in (("image", image, config.in_channels), ("text", text, config.text)):
         if x.shape[-1] != size:
             yield f"{name}: width {x.shape[-1]} is not the model's {size}: give it {size} channels"

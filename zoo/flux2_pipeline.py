@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Num, UInt8
 from shardzoo.errors import fail_if
 from shardzoo.zoo import decoder, flux2, image_pipeline, image_vae, images, sampling
 from shardzoo.zoo.image_pipeline import PATCH, Host, Request, Text, one_scale, padded
-from shardzoo.zoo.pipelines import Components, Manner, Picture, Tokenizer, Wanted
+from shardzoo.zoo.pipelines import Components, Manner, Picture, Tokenizer, Wanted, refuse_idle_negative
 
 TEXT, TRANSFORMER, VAE = COMPONENTS = ("text_encoder", "transformer", "vae")
 LAYERS = {"Flux2Pipeline": (10, 20, 30), "Flux2KleinPipeline": (9, 18, 27)}  # whose states make the text
@@ -108,7 +108,7 @@ def request(
         return {TEXT: padded(rows, *reader.padding(), length=flux2.TEXT_TOKENS)}
 
     scale = one_scale(wanted, 4.0)
-    image_pipeline.refuse_idle_negative(wanted, scale)
+    refuse_idle_negative(wanted, scale)
     return Request(
         texts=text(wanted.prompts),
         negative=text((wanted.negative or "",) * len(wanted.prompts)) if guided and scale > 1 else None,

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, Num, UInt8
 
-from shardzoo.errors import InputError, fail_if
+from shardzoo.errors import InputError, fail_if, not_scales, not_whole
 from shardzoo.strict_json import is_number
 from shardzoo.zoo import images, sampling
 from shardzoo.zoo.image_vae import pack, unpack
@@ -178,7 +178,7 @@ def refuse_unknown(wanted: Wanted, **takes: bool) -> None:
     Raises:
         InputError: everything that it does not, by name.
     """
-    problems = []
+    problems = [] if wanted.prompts else ["prompts: none was given: give one for each image"]
     for field in dataclasses.fields(wanted):
         given = getattr(wanted, field.name) not in (None, ())
         if given and field.name not in ALWAYS and not takes.get(field.name):
@@ -201,15 +201,15 @@ def sides(wanted: Wanted, space_factor: int, references: Sequence[np.ndarray] = 
 def problems(declared: Mapping[str, Any], request: Request, space_factor: int) -> Iterator[str]:
     """What is wrong with a request, whatever the model."""
     yield from size_problems(request.height, request.width, space_factor)
-    if request.steps < 1:
-        yield f"steps={request.steps} is not at least 1: change it"
-    for name, scale in (("guidance", request.told), ("scale of the guidance", request.scale)):
-        if scale is not None and not np.isfinite(scale):
-            yield f"{name}={scale} is not a number to scale by: change it"
+    yield from sampling.too_few_steps(request.steps)
+    scales = {"guidance": request.told, "scale of the guidance": request.scale}
+    yield from not_scales(**{name: scale for name, scale in scales.items() if scale is not None})
     for what, texts in (("prompt", request.texts), ("negative prompt", request.negative or {})):
         for name, text in texts.items():
             vocab = declared[name].config.vocab
-            if not text.ids.size or not 0 <= text.ids.min() <= text.ids.max() < vocab:
+            if not len(text.ids):
+                yield f"{what}: there is none for {name}: give one for each image"
+            elif not text.ids.size or not 0 <= text.ids.min() <= text.ids.max() < vocab:
                 yield f"{what}: not all of its tokens are in vocab={vocab} of {name}: use the encoder's own tokenizer"
             if text.ids.shape[0] != request.batch:
                 yield f"{what}: {text.ids.shape[0]} texts of {name} for {request.batch} images: give one for each"
@@ -218,10 +218,13 @@ def problems(declared: Mapping[str, Any], request: Request, space_factor: int) -
             yield f"image: of {image.shape[0]} x {image.shape[1]}, not multiples of {PATCH * space_factor}: resize it"
 
 
-def size_problems(height: int, width: int, space_factor: int) -> Iterator[str]:
+def size_problems(height: Any, width: Any, space_factor: int) -> Iterator[str]:
+    """What is wrong with the sides of an image, numbers or not."""
     need = PATCH * space_factor
     for name, size in (("height", height), ("width", width)):
-        if size < need or size % need:
+        if wrong := not_whole(**{name: size}):
+            yield from wrong
+        elif size < need or size % need:
             near = max(size // need, 1) * need
             yield f"{name}={size} is not a multiple of {need}: use {near} or {near + need}"
         elif size > LONGEST_SIDE:
@@ -233,18 +236,6 @@ def mismatches(pairs: Sequence[tuple[str, str, int, str, str, int]]) -> Iterator
     for name, dim, size, other, its, found in pairs:
         if size != found:
             yield f"{name}: {dim}={size} is not {other}'s {its}={found}: use components of one model"
-
-
-def refuse_idle_negative(wanted: Wanted, scale: float) -> None:
-    """Refuses a negative prompt that no guidance would lead away from.
-
-    Raises:
-        InputError: there is one, and the scale is 1 or less.
-    """
-    if wanted.negative is not None and scale <= 1:
-        raise InputError(
-            f"generate: negative does nothing at guidance={scale:g}: give a scale above 1, or leave it out"
-        )
 
 
 def one_scale(wanted: Wanted, default: float) -> float:

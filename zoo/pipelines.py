@@ -172,6 +172,17 @@ class Kind(Protocol):
         ...
 
 
+def refuse_idle_negative(wanted: Wanted, *scales: float) -> None:
+    """Refuses a negative prompt that no guidance would lead away from.
+
+    Raises:
+        InputError: there is one, and all scales are 1 or less.
+    """
+    if wanted.negative is not None and all(scale <= 1 for scale in scales):
+        said = ", ".join(f"{scale:g}" for scale in scales)
+        raise InputError(f"generate: negative does nothing at guidance={said}: give a scale above 1, or leave it out")
+
+
 def family_problems(kind: str, families: Mapping[str, str]) -> list[str]:
     """Components that are not of the family that a pipeline of this kind needs; `families` is component -> family."""
     return [

@@ -17,7 +17,7 @@ from jax import P, lax
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Bool, Float, Int, Num, jaxtyped
 
-from shardzoo.errors import fail_if
+from shardzoo.errors import fail_if, nothing_in
 from shardzoo.kernels.flash_attention.options import varying_over
 from shardzoo.zoo import layout
 from shardzoo.zoo.dtypes import float_dtype
@@ -140,6 +140,7 @@ def forward(
 
 
 def _problems(config: Config, image, text, grids, kinds) -> Iterator[str]:
+    yield from nothing_in(image=image.shape, text=text.shape)
     for name, x, size in (("image", image, config.in_channels), ("text", text, config.text)):
         if x.shape[-1] != size:
             yield f"{name}: width {x.shape[-1]} is not the model's {size}: give it {size} channels"

@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float, Num, UInt8
 from shardzoo.errors import fail_if
 from shardzoo.zoo import decoder, image_pipeline, image_vae, images, qwen2_5_vl, qwen2_5_vl_inputs, qwen_image, wan_vae
 from shardzoo.zoo.image_pipeline import PATCH, Host, Text, one_scale, padded
-from shardzoo.zoo.pipelines import Components, Manner, Picture, Tokenizer, Wanted
+from shardzoo.zoo.pipelines import Components, Manner, Picture, Tokenizer, Wanted, refuse_idle_negative
 
 TEXT, TRANSFORMER, VAE = COMPONENTS = ("text_encoder", "transformer", "vae")
 EYES = "image_encoder"  # the language model's vision tower, of pipelines that edit
@@ -116,7 +116,7 @@ def request(
     seen = tuple(scaled(picture, settings.seen_area) for picture in wanted.images)
     references = tuple(scaled(picture, settings.reference_area) for picture in wanted.images)
     scale, reader = one_scale(wanted, 4.0), tokenizer("tokenizer")
-    image_pipeline.refuse_idle_negative(wanted, scale)
+    refuse_idle_negative(wanted, scale)
     shown = _shown(settings, declared[EYES].config, seen) if seen else ""
     limit = settings.left_out + TEXT_TOKENS + len(reader.encode(shown, limit=2**31, special=False))
 

@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, Num, PyTree
 
-from shardzoo.errors import InputError, fail_if
+from shardzoo.errors import InputError, fail_if, not_whole
 
 TRAIN_STEPS = 1000  # timesteps are noise levels times this
 MOST_MU = 80  # exp(mu) is a number of float32 up to here
@@ -71,10 +71,16 @@ def wan_levels(steps: int) -> np.ndarray:
     return np.linspace(float(np.float32(1 - 1 / TRAIN_STEPS)), 0.0, steps + 1)[:-1]
 
 
+def too_few_steps(steps: object) -> list[str]:
+    """What is wrong with a number of steps."""
+    wrong = not_whole(steps=steps)
+    return wrong if wrong or steps >= 1 else [f"steps={steps} is not at least 1: change it"]  # type: ignore[operator]
+
+
 def _check(name: str, steps: int, shift: float, mu: float | None, levels: Sequence[float] | np.ndarray | None) -> None:
-    problems = [] if steps >= 1 else [f"steps={steps} is not at least 1: change it"]
-    if not shift > 0:
-        problems.append(f"shift={shift} is not above 0: use 1 for none")
+    problems = too_few_steps(steps)
+    if not 0 < shift < math.inf:
+        problems.append(f"shift={shift} is not above 0 and finite: use 1 for none")
     if mu is not None and shift != 1.0:
         problems.append(f"shift={shift} and mu={mu} were both given: give one of them")
     if mu is not None and not abs(mu) <= MOST_MU:

@@ -21,10 +21,10 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Num, UInt8
 
-from shardzoo.errors import InputError, fail_if
+from shardzoo.errors import InputError, fail_if, not_scales, not_whole
 from shardzoo.strict_json import is_number
 from shardzoo.zoo import clip_vision, images, sampling, t5, wan, wan_vae
-from shardzoo.zoo.pipelines import Components, Manner, Tokenizer, Wanted
+from shardzoo.zoo.pipelines import Components, Manner, Tokenizer, Wanted, refuse_idle_negative
 from shardzoo.zoo.wan_model import Context, Timesteps
 
 Host = Array | np.ndarray
@@ -159,20 +159,25 @@ def check(declared: Mapping[str, Any], settings: Settings, request: Request) -> 
     fail_if([f"{name}: missing" for name in absent], "wan_pipeline: components are missing")
     problems = [*_part_problems(declared), *size_problems(declared, request)]
     problems += _image_problems(declared[FIRST].config, settings, request)
-    problems += [f"steps={request.steps} is not at least 1: change it"] if request.steps < 1 else []
-    experts = 1 if settings.boundary is None else 2
-    if len(request.guidance) not in (1, experts):
-        problems.append(
-            f"guidance: {len(request.guidance)} scales for {experts} transformers: give one for each, or one"
-        )
+    problems += [*sampling.too_few_steps(request.steps), *_guidance_problems(settings, request.guidance)]
     vocab = declared["text_encoder"].config.vocab
     for name, ids in (("prompt", request.ids), ("negative prompt", request.negative_ids)):
         if not 1 <= len(ids) <= wan.TEXT_TOKENS:
             problems.append(f"{name}: tokens={len(ids)} are not 1 to {wan.TEXT_TOKENS}: shorten it")
         if ids and not 0 <= min(ids) <= max(ids) < vocab:
             problems.append(f"{name}: token {max(ids)} is not in vocab={vocab}: use the text encoder's own tokenizer")
-    problems += [f"guidance={s} is not a number to scale by: change it" for s in request.guidance if not np.isfinite(s)]
     fail_if(problems, "wan_pipeline")
+
+
+def _guidance_problems(settings: Settings, guidance: object) -> Iterator[str]:
+    experts = 1 if settings.boundary is None else 2
+    if not isinstance(guidance, tuple):
+        yield f"guidance={guidance!r} is not a tuple: give a scale for each transformer, or one for all"
+        return
+    if len(guidance) not in (1, experts):
+        yield f"guidance: {len(guidance)} scales for {experts} transformers: give one for each, or one"
+    for scale in guidance:
+        yield from not_scales(guidance=scale)
 
 
 def run_parts(declared: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
@@ -190,12 +195,15 @@ def request(
     """The video that is wanted, images scaled and cut to its size.
 
     Raises:
-        InputError: several prompts or images, or a size that the pipeline does not make.
+        InputError: several prompts or images, a size that the pipeline does not make, or a negative prompt that
+            nothing would lead away from.
     """
     problems = [] if len(wanted.prompts) == 1 else [f"{len(wanted.prompts)} prompts were given, and a video is of one"]
     problems += [f"{len(wanted.images)} images were given: give one to start with"] if len(wanted.images) > 1 else []
     problems += [] if wanted.true_guidance is None else ["true_guidance: this model does not take it: leave it out"]
     fail_if(problems, "generate")
+    guidance = wanted.guidance or (5.0,)
+    refuse_idle_negative(wanted, *guidance)
     encode = tokenizer("tokenizer").encode
     default = (704, 1280, 121) if settings.per_token else (480, 832, 81)
     asked = (wanted.height, wanted.width, wanted.frames)
@@ -207,7 +215,7 @@ def request(
         height=height,
         width=width,
         steps=50 if wanted.steps is None else wanted.steps,
-        guidance=wanted.guidance or (5.0,),
+        guidance=guidance,
     )
     pictures = {"image": wanted.images[0] if wanted.images else None, "last_image": wanted.last_image}
     given = {name: picture for name, picture in pictures.items() if picture is not None}
@@ -241,7 +249,10 @@ def _part_problems(declared: Mapping[str, Any]) -> Iterator[str]:
 def size_problems(declared: Mapping[str, Any], request: Request) -> Iterator[str]:
     """What is wrong with frames, height and width."""
     model, vae = declared[FIRST].config, declared["vae"].config
-    time = vae.time_factor
+    time, sizes = vae.time_factor, {name: getattr(request, name) for name in ("frames", "height", "width")}
+    if wrong := not_whole(**sizes):
+        yield from wrong
+        return
     longest = (POSITIONS * model.patch[0] - 1) * time + 1
     if request.frames < 1 or (request.frames - 1) % time:
         near = max(request.frames - 1, 0) // time * time + 1
@@ -264,7 +275,7 @@ def _image_problems(model: wan.Config, settings: Settings, request: Request) -> 
     if not conditioned and not settings.per_token and request.images:
         yield "image: this model makes videos of text alone: leave it out"
     last = request.last_image is not None
-    if last and (request.image is None or (settings.per_token and not conditioned) or request.frames < 2):
+    if last and (request.image is None or (settings.per_token and not conditioned) or request.frames == 1):
         yield "last image: needs a model that takes one, a first image, and at least two frames: leave it out"
     elif conditioned and model.image is not None and last != (model.image_positions is not None):
         yield f"last image: this model is made for {'one' if model.image_positions else 'a first image alone'}"

@@ -81,10 +81,13 @@ def test_adapters_that_are_merged_are_exported(tmp_path, kind):
     layers = linear_layers(came.declared)
     lora = zoo.adapters.declare_lora(layers["blocks.mlp.down.weight"], 2, np.float32)
     ones = zoo.adapters.Factors(**{n: np.ones(getattr(lora, n).shape, np.float32) for n in ("a", "b", "ratio")})
-    style = zoo.adapters.Adapter(name="style", strength=0.5, factors=dict.fromkeys(["blocks.mlp.down.weight"], ones))
+    norm = {"norm.weight": np.ones(came.config.embed, np.float32)}
+    style = zoo.adapters.Adapter(
+        name="style", strength=0.5, factors=dict.fromkeys(["blocks.mlp.down.weight"], ones), differences=norm
+    )
     declared, model = zoo.adapters.attach(came.declared, checkpoints.restore(came, mesh), mesh, [style])
     checkpoints.save(tmp_path / "apart", model, declared, source=came, sync=False)
-    with pytest.raises(InputError, match="holds adapters beside 1 weights"):
+    with pytest.raises(InputError, match="holds adapters beside 2 weights"):
         export(tmp_path / "apart", tmp_path / "never")
     apart = checkpoints.open(tmp_path / "apart")
     merged = zoo.adapters.merge(apart.declared, checkpoints.restore(apart, mesh), dequantize=kind is not None)
@@ -95,6 +98,7 @@ def test_adapters_that_are_merged_are_exported(tmp_path, kind):
     assert before.keys() == after.keys()
     for key, value in before.items():
         added = 1.0 if key.endswith("down_proj.weight") else 0.0  # strength 0.5, ratio 1, rank 2
+        added = 0.5 if key == "model.norm.weight" else added
         expected = (value.astype(np.float32) + added).astype(value.dtype).astype(np.float32)
         rounded_twice = 0 if kind is None or not added else 2**-5  # one step of bfloat16 below 8
         np.testing.assert_allclose(after[key].astype(np.float32), expected, rtol=0, atol=rounded_twice, err_msg=key)

@@ -125,6 +125,7 @@ def test_a_film_is_written_as_a_user_has_it(folders, tmp_path):
         (("--mesh", "tensor=8"), ("text_encoder: ", "heads=4 does not divide by 8", "transformer: ")),
         (("--shift", 0), ("shift=0.0 is not above 0",)),
         (("--shift", "inf"), ("shift=inf is not above 0 and finite",)),
+        (("--guidance", 1, "--negative", "word3"), ("negative does nothing at guidance=1: give a scale above 1",)),
         (("--guidance", "nan"), ("guidance=nan is not a number to scale by",)),
         (("--height", -16, "--image", "first.png"), ("height=-16 is not a multiple of 16: use 16 or 32",)),
         (("--width", 10**9, "--image", "first.png"), ("use at most 16384",)),

@@ -6,11 +6,13 @@ import subprocess
 import sys
 from typing import Literal
 
+import jax
 import pytest
+from tiny_families import SIZES, TINY
 
 from shardzoo import zoo
 from shardzoo.errors import InputError
-from shardzoo.zoo import families
+from shardzoo.zoo import families, layout, make_mesh
 from shardzoo.zoo.families import Family, config_from_json, config_to_json, find_family, find_preset, register
 
 
@@ -99,3 +101,13 @@ assert set(FAMILIES) == set(zoo.family_names())
 
 def test_every_family_is_a_name_of_the_zoo():
     assert set(families.MODULES.values()) <= set(zoo.__all__)
+
+
+@pytest.mark.parametrize("name", sorted(families.MODULES))
+def test_batches_of_nothing_are_refused_by_all(name):
+    family, mesh = find_family(name), make_mesh()
+    declared = family.declare(TINY[name])
+    f, inputs = family.trace(declared, mesh, SIZES)
+    nothing = [jax.ShapeDtypeStruct((0, *x.shape[1:]), x.dtype) for x in inputs]
+    with pytest.raises(InputError, match=r"holds nothing|at least one|seq=0: give those of all images"):
+        jax.eval_shape(f, layout.abstract(declared, mesh), *nothing)

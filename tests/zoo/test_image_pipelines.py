@@ -11,7 +11,7 @@ from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift, re
 from shardzoo.errors import InputError
 from shardzoo.zoo import clip_text, decoder, flux, flux2, image_pipeline, image_vae, qwen2_5_vl, qwen_image, t5, wan_vae
 from shardzoo.zoo.image_pipeline import Text
-from shardzoo.zoo.pipelines import Wanted, find_kind
+from shardzoo.zoo.pipelines import Wanted, find_kind, refuse_idle_negative
 
 DYNAMIC = {"use_dynamic_shifting": True, "shift": 3.0}
 QWEN = {**DYNAMIC, "shift": 1.0, "shift_terminal": 0.02, "max_image_seq_len": 8192, "max_shift": 0.9}
@@ -123,6 +123,12 @@ def test_steps_are_those_of_the_pipelines_of_diffusers(name, size, steps):
             ["height=1000 is not a multiple of 16: use 992 or 1008", "width=0"],
         ),
         ("flux1-dev", {"steps": 0, "told": None}, ["steps=0 is not at least 1", "guidance: missing"]),
+        ("flux1-dev", {"told": -3.5, "scale": -1.0}, ["guidance=-3.5 is not a number", "guidance=-1.0 is not"]),
+        (
+            "flux1-dev",
+            {"texts": {"text_encoder": text(0), "text_encoder_2": text(0)}},
+            ["prompt: there is none for text_encoder: give one", "there is none for text_encoder_2"],
+        ),
         ("flux1-schnell", {"told": 3.5}, ["this model is not told it"]),
         ("flux1-schnell", {"references": (np.zeros((16, 16, 3), np.uint8),)}, ["makes images of text alone"]),
         (
@@ -141,6 +147,22 @@ def test_steps_are_those_of_the_pipelines_of_diffusers(name, size, steps):
 def test_all_that_cannot_be_is_named_with_what_can(name, more, words):
     said = refusal(name, **more)
     assert all(word in said for word in words), said
+
+
+def test_numbers_that_are_not_whole_are_refused():
+    made, parts, found = request("flux1-dev")
+    for name, value in {"height": 512.0, "width": "512", "steps": 2.5, "told": "3"}.items():
+        object.__setattr__(made, name, value)  # as where types are not checked
+    with pytest.raises(InputError) as error:
+        find_kind("flux").check(parts, found, made)
+    for words in ("height=512.0 is not a whole", "width='512' is", "steps=2.5 is", "guidance='3' is not a number"):
+        assert words in str(error.value)
+
+
+@pytest.mark.parametrize("name", FOR)
+def test_no_prompt_is_refused(name):
+    with pytest.raises(InputError, match="prompts: none was given"):
+        find_kind(FOR[name][0]).request(declared(name), settings(name), Wanted(prompts=()), lambda name: None)
 
 
 def test_components_of_another_model_are_refused():
@@ -217,10 +239,10 @@ def test_rows_of_unlike_lengths_are_padded_on_the_right():
 
 def test_a_negative_prompt_that_would_do_nothing_is_refused():
     wanted = Wanted(prompts=("a fox",), negative="fog")
-    image_pipeline.refuse_idle_negative(wanted, 1.5)
-    image_pipeline.refuse_idle_negative(Wanted(prompts=("a fox",)), 1.0)
+    refuse_idle_negative(wanted, 1.5)
+    refuse_idle_negative(Wanted(prompts=("a fox",)), 1.0)
     with pytest.raises(InputError, match="negative does nothing at guidance=1: give a scale above 1"):
-        image_pipeline.refuse_idle_negative(wanted, 1.0)
+        refuse_idle_negative(wanted, 1.0)
 
 
 def test_a_text_encoder_of_too_few_layers_is_refused_by_name():

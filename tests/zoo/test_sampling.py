@@ -254,6 +254,7 @@ def test_guidance_within_a_run():
     "call, message",
     [
         (lambda: unipc(0), "steps=0"),
+        (lambda: unipc(4, shift=float("inf")), "shift=inf is not above 0 and finite"),
         (lambda: euler(3, shift=0.0), "shift=0.0"),
         (lambda: euler(3, shift=2.0, mu=1.0), "shift=2.0 and mu=1.0"),
         (lambda: euler(3, mu=-1.0, curve="linear"), "mu=-1.0 is not above 0"),

@@ -80,11 +80,36 @@ def test_images_are_taken_by_the_models_that_are_made_for_them(name, images):
         ("wan2.1-t2v-1.3b", {"negative_ids": [3] * 513}, ["negative prompt: tokens=513 are not 1 to 512"]),
         ("wan2.1-t2v-1.3b", {"guidance": (4.0, 3.0)}, ["2 scales for 1 transformers"]),
         ("wan2.2-t2v-a14b", {"guidance": (4.0, 3.0, 1.0)}, ["3 scales for 2 transformers"]),
+        ("wan2.2-t2v-a14b", {"guidance": (-1.0, float("inf"))}, ["guidance=-1.0 is not a number to", "guidance=inf"]),
     ],
 )
 def test_all_that_cannot_be_is_named_with_what_can(name, more, words):
     said = refusal(name, dataclasses.replace(request(name), **more))
     assert all(word in said for word in words), said
+
+
+def unchecked(made, **values):
+    """A request with these values, as where types are not checked."""
+    made = dataclasses.replace(made)
+    for name, value in values.items():
+        object.__setattr__(made, name, value)
+    return made
+
+
+def test_numbers_may_be_those_of_numpy_and_must_be_whole():
+    name = "wan2.1-i2v-14b"
+    right = {"height": np.int64(480), "width": np.int32(832), "frames": np.int64(5), "steps": np.int64(3)}
+    wan_pipeline.check(declared(name), FOR[name][1], unchecked(request(name, 1), **right, guidance=(np.float32(5),)))
+    wrong = {"frames": True, "height": 480.0, "width": "832", "steps": 2.5, "guidance": 5.0}
+    said = refusal(name, unchecked(request(name, 1), **wrong))
+    for words in (
+        "frames=True is not a whole",
+        "height=480.0 is",
+        "width='832' is",
+        "steps=2.5 is",
+        "=5.0 is not a tuple",
+    ):
+        assert words in said, said
 
 
 def test_components_of_another_model_are_refused():
