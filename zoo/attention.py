@@ -50,6 +50,15 @@ class Exchange:
         """The groups of devices that have the same heads of other parts of the sequence; None is all of them."""
         return None if self.heads == 1 else [[g * self.heads + i for g in range(self.rows)] for i in range(self.heads)]
 
+    def swap(self, parts: Float[Array, "batch ways seq *pair width"]) -> Float[Array, "batch ways seq *pair width"]:
+        """All-to-all among neighbours: part i goes to neighbour i, and what that one sends here takes its place.
+
+        Parts are on a dim of their own outside of those of a TPU's tiles: sent as they lie.
+        """
+        if self.heads == 1:
+            return parts
+        return lax.all_to_all(parts, CONTEXT, 1, 1, tiled=True, axis_index_groups=self.neighbours)
+
     def split_heads(
         self, x: Float[Array, "batch seq *pair heads head_dim"]
     ) -> Float[Array, "batch more_seq *pair fewer_heads head_dim"]:
@@ -62,7 +71,7 @@ class Exchange:
         batch, seq, *pair, heads, head_dim = x.shape
         share = heads // self.heads
         parts = x.reshape(batch, seq, *pair, self.heads, share * head_dim)
-        parts = lax.all_to_all(parts, CONTEXT, parts.ndim - 2, SEQ, tiled=True, axis_index_groups=self.neighbours)
+        parts = self.swap(jnp.moveaxis(parts, -2, 1))
         return parts.reshape(batch, self.heads * seq, *pair, share, head_dim)
 
     def split_seq(
@@ -72,9 +81,8 @@ class Exchange:
         if self.heads == 1:
             return x
         batch, seq, heads, head_dim = x.shape
-        parts = x.reshape(batch, seq, 1, heads * head_dim)
-        parts = lax.all_to_all(parts, CONTEXT, SEQ, HEADS, tiled=True, axis_index_groups=self.neighbours)
-        return parts.reshape(batch, seq // self.heads, self.heads * heads, head_dim)
+        parts = self.swap(x.reshape(batch, self.heads, seq // self.heads, heads * head_dim))
+        return jnp.moveaxis(parts, 1, 2).reshape(batch, seq // self.heads, self.heads * heads, head_dim)
 
     def gather_seq(self, x: Float[Array, "batch more_seq ..."]) -> Float[Array, "batch all_seq ..."]:
         """All-gather among peers: the whole sequence."""
@@ -123,8 +131,8 @@ def attention(
     of `bias`: entry d + all_seq - 1 is that of keys d places after the query. It is spread over queries and keys here,
     for the heads or the queries that this device works on. Rows beyond `lengths` come out as zeros. float32 inside.
     `windowed` says of a layer in a loop whether it has the window (None: it has): a branch that holds no collective.
-    `exchanged` is the exchange whose `split_heads` q, k and v have been through, piece by piece; the caller brings the
-    result back by its `split_seq`.
+    `exchanged` is the exchange whose `swap` has brought q, k and v here, piece by piece; the caller sends the result
+    back by it.
 
     Collectives: where heads are split three all-to-all (q; k and v; output), where rows are one all-gather (k and v);
     one more all-gather for `segment_ids` or `key_mask`.

@@ -290,11 +290,16 @@ def _forward(
         # Between the chunks a device's heads lie as the TPU's kernel reads them, and each chunk is exchanged by itself:
         # all tokens of queries, keys and values are held once, and neither copied nor received beside what was sent.
         def project(x, turn, along):
-            q, kv = map(plan.split_heads, block.project(x, modulation._replace(**along), turn, dtype, run.residual))
-            return [y.reshape(y.shape[0], plan.heads, -1, width) for y in (q, kv[:, :, 0], kv[:, :, 1])]
+            q, kv = block.project(x, modulation._replace(**along), turn, dtype, run.residual)
+            q, k, v = (
+                jnp.moveaxis(y.reshape(*y.shape[:2], plan.heads, width), 2, 1) for y in (q, kv[:, :, 0], kv[:, :, 1])
+            )
+            k, v = jnp.split(plan.swap(jnp.concatenate([k, v])), 2)
+            return [plan.swap(q), k, v]
 
         def finish(x, attended, along):
-            attended = plan.split_seq(attended.reshape(attended.shape[0], -1, heads // plan.heads, config.head_dim))
+            attended = jnp.moveaxis(plan.swap(attended), 1, 2)
+            attended = attended.reshape(*attended.shape[:2], heads, config.head_dim)
             return block.finish(x, attended, modulation._replace(**along), keys, run.residual)
 
         flat = split.each_chunk(project, plan.heads, x, turn, modulation.along)

@@ -1,6 +1,7 @@
 """FLUX.2 on meshes: the same numbers as on one device, the collectives it promises, what it refuses."""
 
 import functools
+import re
 
 import hlo
 import jax
@@ -102,6 +103,14 @@ def test_collectives_are_those_of_the_docstrings():
     # Three all-to-all in each attention; the mask of the padding is gathered, once where the compiler sees it is one.
     found = collectives(dict(context=4))
     assert 1 < found.pop("all-gather") <= 1 + 2 and found == {"all-to-all": 3 + 3}
+
+
+def test_queries_and_keys_of_both_streams_are_turned_at_once():
+    """Each kind of block has one product with the permutation of pairs: compilers write out what there is of them."""
+    f = flux2.forward(flux2.declare(CONFIG), make_mesh())
+    model = layout.abstract(flux2.declare(CONFIG), make_mesh())
+    lowered = jax.jit(lambda m, *x: f(m, *x, TIMES, image_ids=IDS, guidance=GUIDANCE)).lower(model, *GIVEN)
+    assert len(re.findall(r"dot_general.*, tensor<12x12xf32>\)", lowered.as_text())) == 2
 
 
 @pytest.mark.parametrize("name", flux2.PRESETS)
