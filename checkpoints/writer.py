@@ -148,13 +148,23 @@ class CheckpointWriter:
         try:
             self._resume()
             self.done = frozenset(self._finished)
-            self._staging.require_space(self.nbytes - sum(n for n in listing(self._staging.root).values() if n > 0))
+            self._require_space()
         except BaseException:
             self._staging.close()
             raise
         self._writer = LeafWriter(
             self._staging.root, self._placed, budget=budget, sync=sync, kept=self._kept, stored=self._note_block
         )
+
+    def _require_space(self) -> None:
+        """Refuses what does not fit, and leaves no folder behind unless an earlier run has begun it."""
+        try:
+            self._staging.require_space(self.nbytes - sum(n for n in listing(self._staging.root).values() if n > 0))
+        except InputError:
+            if not self._staging.journal.records:
+                self._staging.journal.close()
+                self._staging.discard()
+            raise
 
     def __enter__(self) -> "CheckpointWriter":
         return self

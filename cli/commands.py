@@ -69,6 +69,8 @@ def verify(
         from shardzoo.convert import pipeline as pipelines
         from shardzoo.convert import verify as verification
 
+    if quick and source is not None:
+        raise InputError("verify: --quick reads no values, and SRC is there to compare them: leave out one of the two")
     level = "quick" if quick else "full"
     report: Any
     pipeline = targets.find_pipeline(checkpoint, component)

@@ -129,6 +129,7 @@ def read_index(path: Path) -> Index:
     if not isinstance(metadata, dict):
         raise InputError(f"{path}: metadata is a {type(metadata).__name__}, not an object")
     fail_if(_map_problems(weight_map), f"{path}: weight_map is not sound")
+    weight_map = {key: str(PurePosixPath(name)) for key, name in weight_map.items()}  # "./file" is "file"
     return Index(path=path, text=text, weight_map=weight_map, metadata=metadata)
 
 

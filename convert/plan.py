@@ -175,6 +175,13 @@ def make_plan(
         InputError: everything that does not fit, in one message, with what the source looks like instead.
     """
     cast = parse_dtype(dtype)
+    if beside := recognise.adapters_beside(source.tensors):
+        raise InputError(
+            f"{source.root}: is a model that PEFT has wrapped, saved whole: {len(beside)} tensors of adapters"
+            f" ({batched_names(beside, 3)}) stand beside the weights that they change: in PEFT, save the adapter by"
+            " model.save_pretrained(), which --lora takes, and convert what model.unload() gives; or convert what"
+            " model.merge_and_unload() gives"
+        )
     if wrapped := recognise.without_inner_wrappers(source.tensors):
         bare = source.named(wrapped)
         plan = make_plan(

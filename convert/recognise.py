@@ -44,8 +44,10 @@ WRAPPERS = (
     *("vae.", "first_stage_model.", "cond_stage_model.", "clip_vision."),  # parts of ComfyUI's files
     *("text_encoders.clip_l.", "text_encoders.t5xxl."),
 )
-# What wraps modules inside of a model: torch.compile, FSDP, recomputed activations.
-_INNER = re.compile(r"(?<![^.])(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+# What wraps modules inside of a model: torch.compile, FSDP, recomputed activations, PEFT's adapters.
+_INNER = re.compile(r"(?<![^.])(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|base_layer)\.")
+_BASE_LAYER = re.compile(r"(?<![^.])base_layer\.")
+_ADAPTER = re.compile(r"(?<![^.])(?:lora_\w+|ia3_l|hada_w\d_[ab]|lokr_w\d(?:_[ab])?|oft_r|vera_lambda_[bd])(?:\.|$)")
 _ENCODER = re.compile(r"text_encoders\.[^.]+\.")  # the same, whatever the encoder is called
 
 
@@ -82,6 +84,12 @@ def without_inner_wrappers(keys: Iterable[str]) -> dict[str, str]:
     start = len(common_prefixes(names)[-1])
     bare = {name[:start] + _INNER.sub("", name[start:]): name for name in names}
     return bare if len(bare) == len(names) and set(bare) != set(names) else {}
+
+
+def adapters_beside(keys: Iterable[str]) -> list[str]:
+    """Tensors of adapters in a model that PEFT has wrapped and that was saved whole: beside the weights they change."""
+    names = list(keys)
+    return [n for n in names if _ADAPTER.search(n)] if any(_BASE_LAYER.search(n) for n in names) else []
 
 
 def is_wrapper(prefix: str) -> bool:

@@ -2,7 +2,8 @@
 
 The rule: a dict that holds tensors under its own keys is the state dict. A dict that only holds other containers is
 a wrapper: those of its children that hold tensors, what optimizers and the like keep aside, are the candidates; a
-single one is entered (and the rule applied to it again), several are listed and the user selects one.
+single one is entered (and the rule applied to it again), several are listed and the user selects one. Single numbers
+and generators' states beside a wrapper are no state dict.
 """
 
 from collections.abc import Iterator, Mapping
@@ -190,14 +191,19 @@ def _enter(root: Any, where: str, counts: _TensorCounts) -> tuple[str, ...]:
             wrappers = [key for key in nested if key in WRAPPERS]
             if not wrappers:
                 return tuple(path)
-            nested = wrappers
-            _refuse(where, path, children, nested, counts, f"beside {len(direct)} tensors of its own")
+            if nested != wrappers or len(nested) > 1 or not all(_is_aside(key, children[key]) for key in direct):
+                _refuse(where, path, children, wrappers, counts, f"beside {len(direct)} tensors of its own")
         if len(nested) != 1:
             _refuse(where, path, children, nested, counts, "")
         path.append(nested[0])
         if problem := name_problem("/".join(path)):
             raise InputError(f"{where}: {problem}")
         value = children[nested[0]]
+
+
+def _is_aside(key: str, tensor: RebuiltTensor) -> bool:
+    """Whether this is a step, a loss or a generator's state: no model is made of such tensors alone."""
+    return not tensor.size or _is_training_state(key) or "rng" in key.lower().split("_")
 
 
 def _refuse(

@@ -151,6 +151,7 @@ def test_verify_names_what_is_damaged(checkpoint, tmp_path):
     refused(invoke("verify", damaged), f"{damaged}: damaged", f"{leaf}: ")
     refused(invoke("verify", damaged, "--json"), f"{leaf}: ")
     assert invoke("verify", damaged, "--quick").status == 0
+    refused(invoke("verify", damaged, tmp_path, "--quick"), "--quick reads no values", "leave out one of the two")
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify", "generate"])

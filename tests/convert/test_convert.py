@@ -259,6 +259,27 @@ def test_wrappers_inside_of_keys_are_taken_off_and_exported_again(source, tmp_pa
     assert (tmp_path / "again/model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
 
 
+def test_a_model_that_peft_has_wrapped_is_read_without_its_wrappers(source, tmp_path):
+    """Where its adapters are gone; saved whole with them it is refused, with what to do."""
+    wanted = safetensors.torch.load_file(source / "model.safetensors")
+
+    def wrapped(state):
+        keys = {key: re.sub(r"(q_proj|down_proj)\.", r"\1.base_layer.", key) for key in state}
+        return {f"base_model.model.{keys[key]}": value for key, value in state.items()}
+
+    rewrite(source, wrapped)
+    convert(source, tmp_path / "ckpt", sync=False)
+    check_values(checkpoints.open(tmp_path / "ckpt"), wanted)
+    export(tmp_path / "ckpt", tmp_path / "again")
+    assert (tmp_path / "again/model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
+    rewrite(
+        source,
+        lambda state: state | {"base_model.model.layers.0.q_proj.lora_A.default.weight": torch.zeros(2, 8)},
+    )
+    message = refusal(source)
+    assert "saved whole: 1 tensors of adapters" in message and "--lora" in message and "merge_and_unload()" in message
+
+
 def test_an_unknown_prefix_is_named_and_taken_off_on_request(source, tmp_path):
     wanted = safetensors.torch.load_file(source / "model.safetensors")
     rewrite(source, lambda state: {f"policy.net.{key}": value for key, value in state.items()})
@@ -432,9 +453,10 @@ def test_a_full_disk_is_known_beforehand(source, tmp_path, monkeypatch):
         f_bavail, f_frsize = 1, 4096
 
     monkeypatch.setattr(os, "statvfs", lambda _: Full)
+    before = set(os.listdir(tmp_path))
     with pytest.raises(InputError, match=r"4,096 (bytes )?are free|4,096 are free"):
         convert(source, tmp_path / "ckpt", sync=False)
-    assert not (tmp_path / "ckpt").exists()
+    assert set(os.listdir(tmp_path)) == before
 
 
 @pytest.fixture(scope="module")

@@ -167,6 +167,12 @@ def test_an_index_of_other_things_is_none_of_weights(tmp_path):
     assert keys(tmp_path) == B.keys()
 
 
+def test_an_index_may_write_the_same_file_in_several_ways(sharded):
+    wanted = keys(sharded)
+    write_index(sharded, {key: f"./{PARTS[0]}" if key in A else f".//{PARTS[1]}" for key in (*A, *B)})
+    assert keys(sharded) == wanted
+
+
 def test_a_part_that_the_index_does_not_list(sharded):
     write_index(sharded, dict.fromkeys(A, PARTS[0]))
     assert f"{PARTS[1]} is numbered as one of its parts, but not listed" in problem(sharded)

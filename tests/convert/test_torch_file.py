@@ -177,6 +177,10 @@ CHOSEN = {
         {"model": W, "optimizer": OPTIMIZER, "epoch": 3, "lr_scheduler": {"t": torch.ones(1)}},
         ("model",),
     ),
+    "beside numbers": (
+        {"model": W, "step": torch.tensor(7), "loss": torch.tensor(0.5), "torch_rng_state": torch.zeros(9)},
+        ("model",),
+    ),
     "beside plain dicts": ({"state_dict": W, "hyper_parameters": {"depth": 2}, "names": ["a"]}, ("state_dict",)),
     "a name of one's own": ({"my_net": W, "version": "1"}, ("my_net",)),
     "a list of one": ([W], ("0",)),
