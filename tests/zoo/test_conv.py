@@ -11,7 +11,7 @@ from jax import P
 from mesh_parity import assert_close, harsh
 from torch.nn import functional
 
-from shardzoo.zoo import layout
+from shardzoo.zoo import conv_pairs, layout
 from shardzoo.zoo.conv import (
     SPLIT,
     CausalConv3d,
@@ -128,11 +128,8 @@ def test_upsampling(degrees):
     assert_close(got, expected(layer, x, call))
 
 
-@pytest.mark.parametrize("degrees", MESHES, ids=str)
-@pytest.mark.parametrize("pieces", [pytest.param((1, 4), marks=slow), (1, 1, 2, 1)])
-def test_causal_convolution_in_pieces(degrees, pieces):
-    """Through the caches as over the whole video with two frames of zeros before it."""
-    layer, x = CausalConv3d.declare(3, 4), normal(2, sum(pieces), 5, 4, 3)
+def in_pieces(layer, x, pieces, degrees):
+    """What `output_and_gradients` has of a causal convolution through its caches, and what is expected of it."""
 
     def call(m, a, height):
         outs, cache = [], None
@@ -141,30 +138,68 @@ def test_causal_convolution_in_pieces(degrees, pieces):
             outs.append(out)
         return jnp.concatenate(outs, axis=1)
 
-    got = output_and_gradients(layer, x, call, 5, make_mesh(**degrees))
-
     def reference(w, a):
         return functional.conv3d(functional.pad(a, (1, 1, 1, 1, 2, 0)), w["weight"], w["bias"])
 
-    assert_close(got, expected(layer, x, reference))
+    return output_and_gradients(layer, x, call, x.shape[2], make_mesh(**degrees)), expected(layer, x, reference)
 
 
-def test_a_scan_on_a_cpu_runs_fast_convolutions():
+@pytest.mark.parametrize("degrees", MESHES, ids=str)
+@pytest.mark.parametrize("pieces", [pytest.param((1, 4), marks=slow), (1, 1, 2, 1)])
+def test_causal_convolution_in_pieces(degrees, pieces):
+    """Through the caches as over the whole video with two frames of zeros before it."""
+    layer, x = CausalConv3d.declare(3, 4), normal(2, sum(pieces), 5, 4, 3)
+    assert_close(*in_pieces(layer, x, pieces, degrees))
+
+
+@pytest.mark.parametrize("degrees", [MESHES[0], *(pytest.param(m, marks=slow) for m in (dict(), MESHES[1]))], ids=str)
+@pytest.mark.parametrize(
+    "channels, out, pieces, sizes",
+    [(33, 32, (1, 1, 2, 4), (5, 3)), pytest.param(128, 129, (1, 2, 1), (27, 31), marks=slow)],
+)
+def test_pairs_of_frames_and_columns(degrees, channels, out, pieces, sizes):
+    """Convolutions of many channels multiply less often on CPUs (`conv_pairs`), and give the same."""
+    layer, x = CausalConv3d.declare(channels, out), normal(2, sum(pieces), *sizes, channels)
+    assert_close(*in_pieces(layer, x, pieces, degrees))
+
+
+@pytest.mark.parametrize("frames", [1, 2])
+@pytest.mark.parametrize("sizes", [(16, 17), (3, 5)])
+def test_wide_windows_in_pairs(frames, sizes):
+    """Columns too where pixels are many; a border on one side alone; more rows than the window leaves."""
+    weight, seen = normal(130, 128, 3, 3, 3) * 0.02, normal(1, frames + 2, *sizes, 128)
+    borders = ((0, 1), (1, 0))
+    run = jax.jit(lambda x, w: conv_pairs.convolve_in_pairs(x, w, borders))
+    text = run.lower(seen, weight).as_text()
+    by_pairs = (2 - frames % 2) ** 2 * (4 if np.prod(sizes) >= conv_pairs.PIXELS else 1)
+    assert text.count("stablehlo.convolution") == by_pairs
+    wide = functional.pad(torch.tensor(seen, dtype=torch.float64).permute(0, 4, 1, 2, 3), (1, 0, 0, 1))
+    expected = functional.conv3d(wide, torch.tensor(weight, dtype=torch.float64)).permute(0, 2, 3, 4, 1).numpy()
+    got = np.asarray(run(seen, weight))
+    assert np.abs(got - expected).max() <= 3e-6 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("channels", [3, conv_pairs.FEW])
+def test_a_scan_on_a_cpu_runs_fast_convolutions(channels):
     """Those of XLA take the window first and output channels last; it rearranges others outside of loops only."""
-    mesh, layer = make_mesh(), CausalConv3d.declare(3, 3)
+    mesh, layer = make_mesh(), CausalConv3d.declare(channels, channels)
 
     def frames(m, x):
         def body(cache, frame):
             y, cache = m(frame, 4, cache)
             return cache, y
 
-        return jax.lax.scan(body, x[0, :, :2], x)[1]
+        return jax.lax.scan(body, x[0], x)[1]
 
     run = jax.shard_map(frames, mesh=mesh, in_specs=P(), out_specs=P())
-    video = jax.ShapeDtypeStruct((3, 1, 2, 4, 4, 3), jnp.float32)
+    video = jax.ShapeDtypeStruct((3, 1, 2, 4, 4, channels), jnp.float32)
     text = jax.jit(run).lower(layout.abstract(layer, mesh), video).compile().as_text()
     labels = re.findall(r" convolution\(.*dim_labels=([^,\s]+)", text)
     assert labels and set(labels) == {"b01f_01io->b01f"}
+    computations = dict(re.findall(r"^(?:ENTRY )?%([\w.\-]+) \(.*?\{$(.*?)^\}", text, re.M | re.S))
+    body = computations[re.search(r" while\(.*body=%([\w.\-]+)", text)[1]]
+    called = [computations[name] for name in re.findall(r"calls=%([\w.\-]+)", body)]
+    assert not re.search(r" (dot|transpose)\(", body + "".join(called))  # weights are brought into order once, before
 
 
 def test_pointwise():
