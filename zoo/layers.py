@@ -221,6 +221,9 @@ class Embedding(eqx.Module):
         return lax.psum(y, others) if others else y
 
     def logits(self, y: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq vocab"]:
+        """One row of 16-bit floats goes through twice on a CPU: for a row alone XLA widens the whole table first."""
+        if y.shape[:2] == (1, 1) and y.dtype.itemsize == 2 and traced_platform() == "cpu":
+            return contract(jnp.concatenate([y, y], axis=SEQ), self.weight)[:, :1]
         return contract(y, self.weight)
 
 
@@ -241,15 +244,19 @@ class RMSNorm(eqx.Module):
         """This device's mean of x^2 over the normed dims, which are kept with size 1."""
         return jnp.mean(jnp.square(x.astype(jnp.float32)), axis=tuple(range(-self.weight.ndim, 0)), keepdims=True)
 
-    def scale(self, x: Float[Array, "..."], mean_square: Float[Array, "..."]) -> Float[Array, "..."]:
+    def scale(
+        self, x: Float[Array, "..."], mean_square: Float[Array, "..."], weight: Float[Array, "..."] | None = None
+    ) -> Float[Array, "..."]:
+        weight = self.weight if weight is None else weight
         y = x.astype(jnp.float32) * lax.rsqrt(mean_square + self.eps)
         if self.offset:  # the sum needs more digits than a 16-bit weight has
-            return (y * (self.weight.astype(jnp.float32) + self.offset)).astype(x.dtype)
-        return y.astype(x.dtype) * self.weight.astype(x.dtype)
+            return (y * (weight.astype(jnp.float32) + self.offset)).astype(x.dtype)
+        return y.astype(x.dtype) * weight.astype(x.dtype)
 
-    def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+    def __call__(self, x: Float[Array, "..."], weight: Float[Array, "..."] | None = None) -> Float[Array, "..."]:
+        """x, normed; with this `weight` in place of its own, of more dims where norms alike stand side by side."""
         mean = self.mean_square(x)
-        return self.scale(x, lax.pmean(mean, self.axis) if self.axis else mean)
+        return self.scale(x, lax.pmean(mean, self.axis) if self.axis else mean, weight)
 
 
 def norm_together(*pairs: tuple[RMSNorm, Array]) -> list[Array]:

@@ -20,7 +20,8 @@ from shardzoo.zoo.layers import (
     norm_together,
     row_sum,
 )
-from shardzoo.zoo.layout import Param, gather_at_rest, split_at_rest, stack
+from shardzoo.zoo.layout import Param, astype, gather_at_rest, place, split_at_rest, stack
+from shardzoo.zoo.layout import specs as specs_of
 from shardzoo.zoo.mesh import TP, Degrees, make_mesh
 
 MESHES = [
@@ -302,3 +303,19 @@ def test_a_wrong_split_is_caught():
     swapped = RowLinear(Param("embed heads head_dim", (E, H, H), {"head_dim": TP}), Param("embed", (E,)))
     with pytest.raises(Exception, match=r"(?i)shape|dimension|size|maximum"):
         check(swapped, [mesh], lambda m, x: m(x), row_reference, [x_of(B, S, H, H)], [P("data", None, TP)])
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_logits_of_few_rows_leave_a_16_bit_table_as_it_is(rows):
+    """XLA for CPUs widens the whole table for the product with one row, and keeps it so while tokens are decoded."""
+    mesh, vocab, embed = make_mesh(), 1024, 256
+    decl = astype(Embedding(Param("vocab embed", (vocab, embed), {"vocab": TP})), jnp.bfloat16)
+    table, y = (jnp.asarray(rng.normal(size=size), jnp.bfloat16) for size in ((vocab, embed), (1, rows, embed)))
+    run = jax.shard_map(
+        lambda m, y: m.logits(y), mesh=mesh, in_specs=(specs_of(decl), P()), out_specs=P(None, None, TP)
+    )
+    compiled = jax.jit(run).lower(place(decl, mesh, Embedding(table)), y).compile()
+    assert f"f32[{vocab},{embed}]" not in compiled.as_text()
+    expected = np.asarray(y, np.float32) @ np.asarray(table, np.float32).T
+    got = np.asarray(compiled(place(decl, mesh, Embedding(table)), y), np.float32)
+    assert np.abs(got - expected).max() <= 2**-8 * np.abs(expected).max()
