@@ -128,6 +128,23 @@ def test_v0_checkpoint_manager(path, stored, tmp_path):
     check(items["params"], stored)
 
 
+def test_parts_of_it(path, stored):
+    """One leaf alone, by each of Orbax's ways to leave the others out."""
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    wanted = {"embed": jax.ShapeDtypeStruct(stored["embed"].shape, stored["embed"].dtype, sharding=here)}
+    one = {"embed": stored["embed"]}
+    context = v1.Context()
+    context.pytree.loading.partial_load = True
+    with context:
+        check(v1.load(path, nested(wanted), checkpointable_name="params"), one)
+    rest = nested({name: v1.PLACEHOLDER for name in stored} | wanted)
+    found = flat(v1.load(path, rest, checkpointable_name="params"))
+    check({name: leaf for name, leaf in found.items() if leaf is not v1.PLACEHOLDER}, one)
+    with v0.PyTreeCheckpointer() as checkpointer:
+        args = v0.args.PyTreeRestore(item=nested(wanted), partial_restore=True)
+        check(checkpointer.restore(path / "params", args=args), one)
+
+
 def test_an_unfinished_one_is_none_to_orbax(tmp_path):
     leaves = toy.specs_of(toy.Toy.declare(CONFIG))
     with checkpoints.CheckpointWriter(tmp_path / "run" / "7", toy.header(CONFIG), leaves, "p"):
