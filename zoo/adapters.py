@@ -301,7 +301,8 @@ def _on_devices(host: Shaped[np.ndarray, "..."], sharding: Any) -> Array:
 def names(tree: Any) -> list[str]:
     """The adapters beside a model's leaves."""
     adapted = [layer.weight for layer in linear_layers(tree).values() if isinstance(layer.weight, Adapted)]
-    found = [*(weight.lora for weight in adapted), *(leaf.diff for leaf in shifted_leaves(tree).values())]
+    found: list[Mapping[str, Any]] = [weight.lora for weight in adapted]
+    found += [leaf.diff for leaf in shifted_leaves(tree).values()]
     return list(dict.fromkeys(name for parts in found for name in parts))
 
 
