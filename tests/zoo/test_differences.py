@@ -62,7 +62,7 @@ def test_every_leaf_of_every_family(family):
     added, biases = drawn(other_leaves(declared)), drawn(missing)
     loaded = [Adapter(name="all", strength=0.7, factors={}, differences=added)]
     loaded += [
-        Adapter(name=f"b{i}", strength=0, factors={}, differences={p: x}) for i, (p, x) in enumerate(biases.items())
+        Adapter(name=f"b{i}", strength=0.0, factors={}, differences={p: x}) for i, (p, x) in enumerate(biases.items())
     ]
     mesh, new, model = attached(declared, dict(tensor=2, context=2), loaded, family=family)
     f, abstract = find_family(family).trace(new, mesh, SIZES)
