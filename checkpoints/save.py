@@ -224,10 +224,10 @@ def owned(leaf: Array) -> list[Block]:
 
 def _owners(leaf: Array) -> dict[tuple[tuple[int, int], ...], int]:
     """Region -> the process of its first device."""
-    owner: dict[tuple, int] = {}
+    owner: dict[tuple, jax.Device] = {}
     for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
-        owner.setdefault(ranges(index, leaf.shape), device.process_index)
-    return owner
+        owner.setdefault(ranges(index, leaf.shape), device)
+    return {region: device.process_index for region, device in owner.items()}
 
 
 def unit_of_processes(leaf: Array) -> tuple[int, ...]:
@@ -250,9 +250,9 @@ def _unit(shape: tuple[int, ...], shard: tuple[int, ...], owners: Mapping[tuple,
             if grid.shape[d] % k:
                 continue
             groups = grid.reshape(*grid.shape[:d], -1, k, *grid.shape[d + 1 :])
-            first = groups.take(0, axis=d + 1)
-            if (groups == np.expand_dims(first, d + 1)).all():
-                grid, unit[d] = first, unit[d] * k
+            first = groups.take([0], axis=d + 1)
+            if (groups == first).all():
+                grid, unit[d] = first.squeeze(d + 1), unit[d] * k
                 break
     return tuple(unit)
 

@@ -136,7 +136,7 @@ class Unsynced:
     threads.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._handles: list[int] = []
         self._lock = threading.Lock()
         self._settling = threading.Lock()
