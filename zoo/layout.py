@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.interpreters.ad import JVPTracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
@@ -125,10 +126,15 @@ def sharded(f: Callable[..., Any], mesh: Mesh | AbstractMesh, in_specs: Any, out
     mapped = jax.shard_map(one_device, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True)
 
     def run(*arrays: Any) -> Any:
-        traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arrays))
+        traced = any(isinstance(leaf, jax.core.Tracer) and not _forward(leaf) for leaf in jax.tree.leaves(arrays))
         return (mapped if traced else jax.jit(mapped))(*arrays)
 
     return run
+
+
+def _forward(leaf: Any) -> bool:
+    """Whether it is differentiated forwards outside of `jit`, where JAX would run it step by step."""
+    return isinstance(leaf, JVPTracer) and not isinstance(leaf.primal, jax.core.Tracer)
 
 
 def abstract(declared: Tree, mesh: Mesh | AbstractMesh, dtype: Any = None) -> Tree:

@@ -172,3 +172,19 @@ def test_astype_leaves_integers_alone():
     decl = dataclasses.replace(declare(), head=Param("vocab", (4,), dtype=np.dtype("int64")))
     cast = layout.astype(decl, "bfloat16")
     assert cast.head.dtype == "int64" and cast.embed.dtype == "bfloat16" and cast.embed.nbytes == 49152 * 64 * 2
+
+
+def test_forward_mode_outside_of_jit():
+    """It works where there is no rule for the backward pass alone, and is refused there in JAX's words."""
+    mesh, x = make_mesh(tensor=2), np.array([2.0, 3.0], np.float32)
+
+    def total(change):
+        def one_device(x, w):
+            x, (w,) = change(x, [w])
+            return x * w
+
+        return layout.sharded(one_device, mesh, (P("kv"), P("kv")), P("kv"))
+
+    np.testing.assert_array_equal(jax.jvp(total(lambda x, w: (x, w)), (x, x), (x, 0 * x))[1], x * x)
+    with pytest.raises(TypeError, match="can't apply forward-mode"):
+        jax.jvp(total(layout.in_turn), (x, x), (x, x))
