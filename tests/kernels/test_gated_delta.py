@@ -1,5 +1,7 @@
 """The gated delta rule: the definition against a loop in numpy, the chunked version against the definition."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -38,6 +40,23 @@ def test_the_definition_is_the_recurrence(decay):
         out, state = by_hand(**x, mask=some)
         got = exact(x, None if some is None else jnp.asarray(some))
         assert np.abs(got["out"] - out).max() <= 1e-12 and np.abs(got["last"] - state).max() <= 1e-12
+
+
+@pytest.mark.parametrize("decay", [0.3, np.inf])
+def test_one_token_on_a_cpu_makes_the_state_once(decay):
+    """One product, of the state as it lies: XLA lays a state out anew for each product with a vector."""
+    x = inputs(1, decay=decay)
+    names, mesh = tuple(x), make_mesh()
+
+    def one(*arrays):
+        return gated_delta(**dict(zip(names, arrays, strict=True)))
+
+    run = jax.shard_map(one, mesh=mesh, in_specs=P(), out_specs=P())
+    compiled = jax.jit(run).lower(*(jnp.asarray(a, jnp.float32) for a in x.values())).compile()
+    assert len(re.findall(r" dot\(", compiled.as_text())) <= 1
+    got = compiled(*(jnp.asarray(a, jnp.float32) for a in x.values()))
+    for found, expected in zip(got, by_hand(**x), strict=True):
+        assert np.abs(found - expected).max() <= 1e-6 * np.abs(expected).max()
 
 
 CASES = {
