@@ -7,6 +7,7 @@ the declared splits, and the manifest.
 
 import dataclasses as dc
 import functools
+import logging
 import os
 import shutil
 from collections.abc import Awaitable, Callable, Mapping
@@ -242,8 +243,14 @@ async def _write(job: Job | None, directory: Any) -> None:
         job.write({item: folder.with_name(item + suffix) for item in (*TREES, MANIFEST)})
 
 
+def _is_news(record: logging.LogRecord) -> bool:
+    """Whether Orbax's log says what `Training.wait` does not: it writes the trace of each thread that saw our error."""
+    return not (record.exc_info and isinstance(record.exc_info[1], InputError | distributed.ProcessTimeout))
+
+
 def checkpointer(folder: Path, timeout: float | int) -> ocp.training.Checkpointer:
     """Orbax's checkpointer of a run; which steps stay is decided by the run."""
+    logging.getLogger("absl").addFilter(_is_news)
     context = ocp.Context()
     context.asynchronous.timeout_secs = max(1, round(timeout))
     registry = ocp.handlers.local_registry()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import logging
 import math
 import os
 import shutil
@@ -424,7 +425,12 @@ def test_sigterm_saves_and_stops(tmp_path, one_device):
 
 
 def test_a_failed_save_is_told_by_the_next_call(tmp_path, one_device, monkeypatch):
+    """And by nothing else: Orbax's threads would log a trace each."""
     from shardzoo.checkpoints.store import LeafWriter
+
+    logged, log, listener = [], logging.getLogger("absl"), logging.Handler()
+    listener.emit = logged.append
+    monkeypatch.setattr(log, "handlers", [*log.handlers, listener])
 
     def full(*_):
         raise OSError(28, os.strerror(28))
@@ -437,6 +443,7 @@ def test_a_failed_save_is_told_by_the_next_call(tmp_path, one_device, monkeypatc
             with pytest.raises(InputError, match="no space left"):
                 training.wait()
         assert training.steps == [] and os.listdir(tmp_path) == []
+        assert not [record for record in logged if record.exc_info]
         assert training.save(state, step=1)
     assert training.steps == [1]
 
