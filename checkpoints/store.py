@@ -272,10 +272,12 @@ class LeafWriter:
         self._open[path] = _Open(begun=set(kept.files), total=kept.total)
 
     def _write_metadata(self, file: Path, data: bytes) -> None:
-        with open(file, "wb") as f:
-            f.write(data)
-            f.flush()
-            self._put_on_device(f.fileno())
+        write_file(file, data, sync=False)
+        handle = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            self._put_on_device(handle)
+        finally:
+            os.close(handle)
 
     def _put_on_device(self, handle: int) -> None:
         if self._sync and self._tell is None:
