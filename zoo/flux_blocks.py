@@ -154,7 +154,8 @@ class Heads(eqx.Module):
     @property
     def scales(self) -> Float[Array, "two one head_dim"]:
         """Weights of both norms."""
-        return jnp.stack([self.q_norm.weight, self.k_norm.weight])[:, None]
+        weights: list[Any] = [self.q_norm.weight, self.k_norm.weight]
+        return jnp.stack(weights)[:, None]
 
     def turned(
         self,

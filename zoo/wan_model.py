@@ -184,7 +184,8 @@ class SelfAttention(eqx.Module):
         qkv = self.qkv(x)
         batch, seq, _, heads, head_dim = qkv.shape
         # Side by side, as they come: less to compile for a TPU, and fewer bytes moved.
-        qk = self.q_norm(qkv[:, :, :2], jnp.stack([self.q_norm.weight, self.k_norm.weight]))
+        scales: list[Any] = [self.q_norm.weight, self.k_norm.weight]
+        qk = self.q_norm(qkv[:, :, :2], jnp.stack(scales))
         qk = rotate_pairs(qk.reshape(batch, seq, 2 * heads, head_dim), turn)
         return qk[:, :, :heads], jnp.stack([qk[:, :, heads:], qkv[:, :, 2]], axis=2)
 
