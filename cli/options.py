@@ -15,6 +15,7 @@ import typer
 from shardzoo.errors import InputError
 
 DEGREES = ("data", "pipe", "context", "tensor")
+AT_REST = ("data", "context")  # what weights may be split over while they are not used
 UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
 
@@ -57,8 +58,8 @@ def parse_quantize(text: str) -> str:
 
 def parse_at_rest(text: str) -> str:
     """The axis that weights are split over at rest."""
-    if text not in ("data", "context"):
-        raise typer.BadParameter(f"{text!r} is not one of data, context")
+    if text not in AT_REST:
+        raise typer.BadParameter(f"{text!r} is not one of {', '.join(AT_REST)}")
     return text
 
 

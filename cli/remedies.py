@@ -11,15 +11,15 @@ from typing import Any
 
 from shardzoo.cli.chips import Slice
 from shardzoo.cli.memory import MOMENTS, part_bytes, weight_bytes
+from shardzoo.cli.options import AT_REST
 from shardzoo.cli.prediction import Prediction, Remedy, meshes_of, predict, sizes_of
-from shardzoo.cli.verdicts import judge
+from shardzoo.cli.verdicts import Verdict, judge
 from shardzoo.zoo import layout, quantize
 from shardzoo.zoo.families import Family, TraceSizes
-from shardzoo.zoo.mesh import CONTEXT, DATA, Degrees
+from shardzoo.zoo.mesh import Degrees
 
 MORE = (2, 4, 8, 16)  # times the chips
 SMALLER = (2, 4, 8)  # parts of a length
-AT_REST = (DATA, CONTEXT)
 AGAIN = "blocks computed again (--remat all)"
 MESHES = 1  # that are tried of a larger slice: those with the least weights on a device
 
@@ -100,9 +100,14 @@ def _chips(where: Slice) -> str:
 
 def _lightest(declared: Any, devices: int, batch: int) -> list[Degrees]:
     """The meshes of so many devices that put the fewest weights on each."""
-    fitting = [verdict for verdict in (judge(declared, one) for one in meshes_of(devices, batch)) if verdict.fits]
+    fitting = _allowed(declared, devices, batch)
     fitting.sort(key=lambda verdict: (verdict.device_bytes, verdict.degrees.data))
     return [verdict.degrees for verdict in fitting[:MESHES]]
+
+
+def _allowed(declared: Any, devices: int, batch: int) -> list[Verdict]:
+    """The meshes of so many devices that the model's dims allow."""
+    return [verdict for verdict in (judge(declared, one) for one in meshes_of(devices, batch)) if verdict.fits]
 
 
 def _kept_less(attempt: Attempt, nearest: Degrees) -> Iterator[Remedy]:
@@ -136,10 +141,9 @@ def _split_at_rest(attempt: Attempt, before: str = "") -> Iterator[Remedy]:
 def _for_splits(attempt: Attempt) -> Iterator[tuple[Degrees, str]]:
     """For each axis that weights may be split over at rest, the mesh of the slice with most of it."""
     if attempt.at_rest is None:
-        meshes = meshes_of(attempt.where.devices, attempt.sizes.batch)
-        fitting = [verdict.degrees for verdict in (judge(attempt.declared, one) for one in meshes) if verdict.fits]
+        allowed = _allowed(attempt.declared, attempt.where.devices, attempt.sizes.batch)
         for axis in AT_REST:
-            most = max(fitting, key=lambda degrees: degrees.sizes[axis], default=None)
+            most = max((verdict.degrees for verdict in allowed), key=lambda d: d.sizes[axis], default=None)
             if most is not None and most.sizes[axis] > 1:
                 yield most, axis
 

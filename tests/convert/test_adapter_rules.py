@@ -40,13 +40,27 @@ CONFIGS = {
 LAYOUTS = [(family, one.name) for family in CONFIGS for one in rules_of(family).layouts]
 
 
-@pytest.mark.parametrize("family, name", LAYOUTS)
-def test_what_is_added_is_converted_as_the_weights_are(tmp_path, family, name):
+def source(family, name):
+    """The declaration of a family's config, and the pieces and shapes of its tensors in one of its layouts."""
     rules, declared = rules_of(family), find_family(family).declare(CONFIGS[family])
     chosen = next(one for one in rules.layouts if one.name == name)
+    of = (rules.rules_in(chosen), layout.named(declared), chosen.roots)
+    return declared, expand(*of), {key: want.shape for key, want in expected(*of).items()}
+
+
+def placed(pieces, sums, shapes):
+    """Leaf -> what its pieces take of what is added to each source, zeros elsewhere."""
+    want = {path: np.zeros(shape, np.float32) for path, shape in shapes.items()}
+    for piece in (p for p in pieces if p.source in sums):
+        at, take = (tuple(slice(*r) for r in ranges) for ranges in (piece.at, piece.take))
+        want[piece.target][at] = sums[piece.source][take].reshape(want[piece.target][at].shape)
+    return want
+
+
+@pytest.mark.parametrize("family, name", LAYOUTS)
+def test_what_is_added_is_converted_as_the_weights_are(tmp_path, family, name):
+    declared, pieces, shapes = source(family, name)
     layers, params = linear_layers(declared), layout.named(declared)
-    pieces = expand(rules.rules_in(chosen), params, chosen.roots)
-    shapes = {key: want.shape for key, want in expected(rules.rules_in(chosen), params, chosen.roots).items()}
     barred = {p.source for p in pieces if p.target not in layers or len(shapes[p.source]) != 2}
     rng, tensors, sums = np.random.default_rng(0), {}, {}
     for i, key in enumerate(sorted({p.source for p in pieces} - barred)):
@@ -58,10 +72,7 @@ def test_what_is_added_is_converted_as_the_weights_are(tmp_path, family, name):
     assert len(sums) > 5
     save_file(tensors, tmp_path / "x.safetensors")
     found = files.read(tmp_path / "x.safetensors", declared, family=family)
-    want = {path: np.zeros(params[path].shape, np.float32) for path in found.factors}
-    for piece in (p for p in pieces if p.source in sums):
-        at, take = (tuple(slice(*r) for r in ranges) for ranges in (piece.at, piece.take))
-        want[piece.target][at] = sums[piece.source][take].reshape(want[piece.target][at].shape)
+    want = placed(pieces, sums, {path: params[path].shape for path in found.factors})
     for path, factors in found.factors.items():
         got = product(layers[path], factors)
         assert np.abs(got - want[path]).max() <= 1e-5 * np.abs(want[path]).max(), path
@@ -72,11 +83,8 @@ def test_what_is_added_is_converted_as_the_weights_are(tmp_path, family, name):
 @pytest.mark.parametrize("family, name", LAYOUTS)
 def test_differences_are_converted_as_the_tensors_are(tmp_path, family, name):
     """Of every tensor: weights of linear layers as factors, all others in full."""
-    rules, declared = rules_of(family), find_family(family).declare(CONFIGS[family])
-    chosen = next(one for one in rules.layouts if one.name == name)
+    declared, pieces, shapes = source(family, name)
     layers, params = linear_layers(declared), layout.named(declared)
-    pieces = expand(rules.rules_in(chosen), params, chosen.roots)
-    shapes = {key: want.shape for key, want in expected(rules.rules_in(chosen), params, chosen.roots).items()}
     rng, tensors, sums = np.random.default_rng(0), {}, {}
     for key in sorted({p.source for p in pieces if p.target not in layers or len(shapes[p.source]) == 2}):
         sums[key] = rng.normal(size=shapes[key]).astype(np.float32)
@@ -86,10 +94,7 @@ def test_differences_are_converted_as_the_tensors_are(tmp_path, family, name):
     save_file(tensors, tmp_path / "x.safetensors")
     found = files.read(tmp_path / "x.safetensors", declared, family=family)
     got = found.differences | {path: product(layers[path], factors) for path, factors in found.factors.items()}
-    want = {path: np.zeros(params[path].shape, np.float32) for path in got}
-    for piece in (p for p in pieces if p.source in sums):
-        at, take = (tuple(slice(*r) for r in ranges) for ranges in (piece.at, piece.take))
-        want[piece.target][at] = sums[piece.source][take].reshape(want[piece.target][at].shape)
+    want = placed(pieces, sums, {path: params[path].shape for path in got})
     for path, value in got.items():
         np.testing.assert_array_equal(value, want[path], err_msg=path)
     assert set(got) == {p.target for p in pieces if p.source in sums}
