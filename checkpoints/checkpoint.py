@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tensorstore as ts
 from jaxtyping import Shaped
 
-from shardzoo.checkpoints import store
 from shardzoo.checkpoints.forms import as_stored
 from shardzoo.checkpoints.grid import Block
 from shardzoo.checkpoints.manifest import ASSETS, FORMAT, Json, Leaf, Manifest, decode, sha256, version_problem
 from shardzoo.checkpoints.orbax_layout import CHECKPOINT_METADATA, DIGEST_FILE, MANIFEST_FILE, STAGING_SUFFIX
+from shardzoo.checkpoints.stored import Reader
 from shardzoo.errors import InputError, fail_if
 from shardzoo.zoo.families import Family, config_from_json, find_family
 from shardzoo.zoo.layout import fill, named
@@ -77,14 +76,13 @@ class Checkpoint:
         if leaf.spec.nbytes == 0:
             return np.empty([s.stop - s.start for s in at], leaf.spec.dtype)
         try:
-            array = store.open_array(self.path / leaf.folder, leaf.spec, leaf.grid, self._context)
-            return array[at].read(order="C").result()
+            return self._reader.open(self.path / leaf.folder, leaf.spec, leaf.grid).at(at).read().result()
         except (ValueError, OSError) as error:
             raise damage(path, error) from error
 
     @functools.cached_property
-    def _context(self) -> ts.Context:
-        return store.context()
+    def _reader(self) -> Reader:
+        return Reader()
 
     def leaf(self, path: str) -> Leaf:
         """The manifest's entry of a leaf.

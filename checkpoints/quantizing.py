@@ -15,14 +15,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import numpy as np
-import tensorstore as ts
 from jaxtyping import Shaped
 
-from shardzoo.checkpoints import store
 from shardzoo.checkpoints.checkpoint import Checkpoint, damage
 from shardzoo.checkpoints.forms import quantized_leaves
 from shardzoo.checkpoints.grid import Block
 from shardzoo.checkpoints.manifest import Leaf
+from shardzoo.checkpoints.stored import Reader, StoredArray
 from shardzoo.zoo import quantize
 from shardzoo.zoo.layout import Param
 
@@ -56,13 +55,13 @@ class QuantizedWeight:
         self._lock = threading.Lock()  # of the locks
         self._locks: dict[tuple[int, ...], threading.Lock] = collections.defaultdict(threading.Lock)
         self.pool = pool
-        self._array: ts.TensorStore | None = None
+        self._array: StoredArray | None = None
 
-    def open(self, ctx: ts.Context) -> None:
+    def open(self, reader: Reader) -> None:
         """Opens the leaf's array; nothing is read yet."""
         if self._array is None:
             try:
-                self._array = store.open_array(self._ckpt.path / self.leaf.folder, self.leaf.spec, self.leaf.grid, ctx)
+                self._array = reader.open(self._ckpt.path / self.leaf.folder, self.leaf.spec, self.leaf.grid)
             except (ValueError, OSError) as error:
                 raise damage(self._path, error) from error
 
@@ -102,7 +101,7 @@ class QuantizedWeight:
 
     def _read(self, at: Block) -> Shaped[np.ndarray, "..."]:
         assert self._array is not None  # `open` comes first
-        return self._array[at].read(order="C").result()
+        return self._array.at(at).read().result()
 
     def _blocks(self, rows: Block) -> Iterator[Block]:
         """The ranges of outputs cut into blocks of few enough bytes, along the leading dims first."""
@@ -117,7 +116,7 @@ class QuantizedWeight:
 
 @dc.dataclass(frozen=True)
 class Made:
-    """Values or scales in some ranges, to be made: what `restore` has of them in place of a TensorStore."""
+    """Values or scales in some ranges, to be made: what `restore` has of them in place of a `StoredArray`."""
 
     weight: QuantizedWeight
     part: Literal["values", "scales"]
@@ -132,9 +131,9 @@ class Made:
         """The same with one dim's range cut."""
         return dc.replace(self, at=(*self.at[:axis], slice(start, stop), *self.at[axis + 1 :]))
 
-    def begin(self, host: Shaped[np.ndarray, "..."]) -> concurrent.futures.Future:
-        """Begins writing them to `host`."""
-        return self.weight.pool.submit(getattr(self.weight, self.part), self.at, host)
+    def begin(self, host: Shaped[np.ndarray, "..."], files: tuple[int, ...]) -> list[Any]:
+        """Begins writing them to `host`, as `StoredArray.begin` does; they lie in no files."""
+        return [self.weight.pool.submit(getattr(self.weight, self.part), self.at, host)]
 
 
 def finish(made: Mapping[str, tuple[QuantizedWeight, Any]]) -> None:

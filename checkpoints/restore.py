@@ -4,7 +4,6 @@ import collections
 import dataclasses as dc
 import fnmatch
 import functools
-import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -13,17 +12,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tensorstore as ts
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jaxtyping import Array, Shaped
 
-from shardzoo.checkpoints import distributed, store, sums
+from shardzoo.checkpoints import distributed, sums
 from shardzoo.checkpoints.checkpoint import Checkpoint, damage
 from shardzoo.checkpoints.checkpoint import open as open_checkpoint
 from shardzoo.checkpoints.grid import Block
 from shardzoo.checkpoints.manifest import Leaf, canonical, sha256
 from shardzoo.checkpoints.quantizing import Made, QuantizedWeight, finish, weights_to_quantize
+from shardzoo.checkpoints.stored import Reader, StoredArray
 from shardzoo.errors import InputError, fail_if
 from shardzoo.zoo import quantize as quantization
 from shardzoo.zoo.dtypes import float_dtype
@@ -221,7 +220,7 @@ def read_leaves(
     made: Mapping[str, tuple[QuantizedWeight, Any]],
 ) -> dict[str, Array]:
     """Reads and places the blocks of every leaf, several at a time; leaves in the order of `shardings`."""
-    ctx = store.context()
+    reader = Reader()
     placed: dict[str, dict[jax.Device, Array]] = collections.defaultdict(dict)
     waiting: collections.deque = collections.deque()
     free = budget
@@ -236,7 +235,7 @@ def read_leaves(
     for job in _jobs(ckpt, shapes, shardings, dtypes, made):
         while waiting and free < job.nbytes:
             free += settle()
-        source = _source(ckpt, job, dtypes[job.path], ctx, made)
+        source = _source(ckpt, job, dtypes[job.path], reader, made)
         waiting.append((job, source, None if _goes_in_pieces(job) else _read(source, job.cuts)))
         free -= job.nbytes
     while waiting:
@@ -273,21 +272,20 @@ def _source(
     ckpt: Checkpoint,
     job: _Job,
     dtype: np.dtype,
-    ctx: ts.Context,
+    reader: Reader,
     made: Mapping[str, tuple[QuantizedWeight, Any]],
-) -> ts.TensorStore | Made:
+) -> StoredArray | Made:
     """The block in `dtype`, in the leaf's own indices; nothing is read yet."""
     if job.path in made:
         weight, part = made[job.path]
-        weight.open(ctx)
+        weight.open(reader)
         return Made(weight, part, job.at, dtype)
     leaf = ckpt.leaf(job.path)
     try:
-        array = store.open_array(ckpt.path / leaf.folder, leaf.spec, leaf.grid, ctx)
+        array = reader.open(ckpt.path / leaf.folder, leaf.spec, leaf.grid)
     except (ValueError, OSError) as error:
         raise damage(job.path, error) from error
-    array = array if dtype == leaf.spec.dtype else ts.cast(array, dtype.name)
-    return array[job.at] if job.at else array
+    return array.cast(dtype).at(job.at)
 
 
 def _empty(shape: tuple[int, ...], dtype: np.dtype) -> Shaped[np.ndarray, "..."]:
@@ -298,19 +296,10 @@ def _empty(shape: tuple[int, ...], dtype: np.dtype) -> Shaped[np.ndarray, "..."]
     return raw[start : start + nbytes].view(dtype).reshape(shape)
 
 
-def _read(source: ts.TensorStore | Made, cuts: tuple[int, ...]) -> _Reading:
+def _read(source: StoredArray | Made, cuts: tuple[int, ...]) -> _Reading:
     """Begins reading a block into host memory, file by file."""
-    if isinstance(source, Made):
-        host = _empty(source.shape, source.numpy_dtype)
-        return _Reading(host, [source.begin(host)])
-    host = _empty(source.shape, source.dtype.numpy_dtype)
-    low, high = source.domain.inclusive_min, source.domain.exclusive_max
-    files = [
-        [slice(max(at, a), min(at + cut, b)) for at in range(a // cut * cut, b, cut)]
-        for a, b, cut in zip(low, high, cuts, strict=True)
-    ]
-    target = ts.array(host).translate_by[low] if any(low) else ts.array(host)
-    return _Reading(host, [target[part].write(source[part]) for part in itertools.product(*files)])
+    host = _empty(source.shape, source.numpy_dtype)
+    return _Reading(host, source.begin(host, cuts))
 
 
 def _goes_in_pieces(job: _Job) -> bool:
@@ -322,7 +311,7 @@ def _shares_host_memory(devices: Iterable[jax.Device]) -> bool:
     return all(d.platform == "cpu" for d in devices)
 
 
-def _place(job: _Job, source: ts.TensorStore | Made, reading: _Reading | None) -> dict[jax.Device, Array]:
+def _place(job: _Job, source: StoredArray | Made, reading: _Reading | None) -> dict[jax.Device, Array]:
     """The block on each of its devices."""
     try:
         if reading is None:
@@ -337,21 +326,14 @@ def _place(job: _Job, source: ts.TensorStore | Made, reading: _Reading | None) -
     return placed
 
 
-def _cut(source: ts.TensorStore | Made, axis: int, start: int, stop: int) -> ts.TensorStore | Made:
-    if isinstance(source, Made):
-        return source.cut(axis, start, stop)
-    return source[(slice(None),) * axis + (slice(start, stop),)]
-
-
-def _place_in_pieces(job: _Job, source: ts.TensorStore | Made) -> dict[jax.Device, Array]:
+def _place_in_pieces(job: _Job, source: StoredArray | Made) -> dict[jax.Device, Array]:
     """As `_place`, with only two pieces of the block on the host at a time."""
     shape, low = source.shape, tuple(at.start for at in job.at)
-    dtype = source.numpy_dtype if isinstance(source, Made) else source.dtype.numpy_dtype
     axis = next(d for d, n in enumerate(shape) if n > 1)
-    rows = max(1, PIECE * shape[axis] // (math.prod(shape) * dtype.itemsize))
+    rows = max(1, PIECE * shape[axis] // (math.prod(shape) * source.numpy_dtype.itemsize))
     starts = range(low[axis], low[axis] + shape[axis], rows)
-    parts = [_cut(source, axis, at, min(at + rows, starts.stop)) for at in starts]
-    placed = {d: jnp.zeros(shape, dtype, device=d) for d in job.devices}
+    parts = [source.cut(axis, at, min(at + rows, starts.stop)) for at in starts]
+    placed = {d: jnp.zeros(shape, source.numpy_dtype, device=d) for d in job.devices}
     reading = _read(parts[0], job.cuts)
     for i, at in enumerate(starts):
         host = reading.result()

@@ -32,6 +32,7 @@ def write_shard(
     """Writes the file that begins at `start` in a leaf of global `shape` to an open file; returns its checksum.
 
     `values` are those of the file, cut at the end of the leaf; chunks that reach past it are filled up with zeros.
+    `room` holds a band at a time: first its words, widened for the checksum, then its bytes as they are written.
 
     Raises:
         OSError: the storage is full or failed.
@@ -40,7 +41,7 @@ def write_shard(
     bits = values.view(f"u{values.itemsize}")  # copies of such types are plain memory moves
     for band in _bands(values.shape, grid.inner, values.itemsize):
         at = tuple(s + b.start for s, b in zip(start, band, strict=True))
-        total = sums.add(total, sums.of_block(values[index_of(band)], at, shape))
+        total = sums.add(total, sums.of_block(values[index_of(band)], at, shape, room))
         chunks = _chunks(bits[index_of(band)], grid.inner)
         size = _chunk_bytes(grid, values.itemsize) * math.prod(chunks.shape[: values.ndim])
         buffer = room.of(size)

@@ -1,4 +1,4 @@
-"""Reading the values of leaves with TensorStore, and writing them within a budget of bytes in flight."""
+"""Writing the values of leaves within a budget of bytes in flight."""
 
 import collections
 import concurrent.futures
@@ -18,16 +18,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
-import tensorstore as ts
 from jaxtyping import Shaped
 
 from shardzoo.checkpoints import pages, sums
 from shardzoo.checkpoints.grid import Block, Grid, LeafSpec, index_of
-from shardzoo.checkpoints.orbax_layout import zarr_bytes, zarr_metadata
+from shardzoo.checkpoints.orbax_layout import zarr_bytes
 from shardzoo.checkpoints.shard_file import write_shard
 from shardzoo.errors import InputError
 
-IN_FLIGHT = max(8, os.cpu_count() or 1)  # reads of files at a time: with more, processes wait for each other's pages
 WRITERS = 8  # files written at a time: waiting for the device costs no processor
 _RANGE_WRITE = 2  # Linux: SYNC_FILE_RANGE_WRITE
 MOST_UNSYNCED = 64  # files that wait to be put on the device together: each is open until then
@@ -37,34 +35,6 @@ UNFIT = (
     *(errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.EROFS, errno.ENOENT),
     *(errno.ENAMETOOLONG, errno.ELOOP, errno.EOPNOTSUPP),
 )
-
-
-def context() -> ts.Context:
-    """TensorStore resources of one reading job: bounded concurrency, no cache.
-
-    Files are read by system calls: mapped, they cost half the CPU time, but the kernel's read-ahead takes 7.8 times the
-    bytes of a shard whose chunks lie apart, and a file cut short under the reader ends the process.
-    """
-    return ts.Context(
-        {
-            "file_io_concurrency": {"limit": IN_FLIGHT},
-            "data_copy_concurrency": {"limit": max(2, os.cpu_count() or 2)},
-            "cache_pool": {"total_bytes_limit": 0},
-        }
-    )
-
-
-def open_array(folder: Path, spec: LeafSpec, grid: Grid, ctx: ts.Context) -> ts.TensorStore:
-    """The array of a leaf, its metadata taken from `spec` and `grid`, not from the file; a missing file is an error."""
-    where = {
-        "driver": "zarr3",
-        "kvstore": {"driver": "file", "path": f"{folder}/"},
-        "metadata": zarr_metadata(spec, grid),
-        "store_data_equal_to_fill_value": True,
-        "fill_missing_data_reads": False,
-        "recheck_cached_data": False,
-    }
-    return ts.open(where, open=True, create=True, assume_metadata=True, context=ctx).result()
 
 
 def write_file(path: Path, data: bytes, *, sync: bool = True) -> None:

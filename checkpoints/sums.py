@@ -8,7 +8,6 @@ Sums of disjoint blocks add up, whoever takes them: numpy while writing, or a de
 
 import functools
 import math
-import threading
 from collections.abc import Iterator
 
 import jax
@@ -29,8 +28,6 @@ SUB_BYTE = {
     np.dtype(ml_dtypes.int4): 4,
     np.dtype(ml_dtypes.float4_e2m1fn): 4,
 }  # bits
-
-_kept = threading.local()
 
 Sums = tuple[int, int]
 
@@ -66,22 +63,30 @@ def _strides(shape: tuple[int, ...]) -> list[int]:
     return [math.prod(shape[d + 1 :]) & 0xFFFFFFFF for d in range(len(shape))]
 
 
-def of_block(block: Shaped[np.ndarray, "..."], start: tuple[int, ...], shape: tuple[int, ...]) -> Sums:
-    """The checksum of one block of a leaf of global `shape`; `start` is where the block begins in each dim."""
+def of_block(
+    block: Shaped[np.ndarray, "..."], start: tuple[int, ...], shape: tuple[int, ...], room: pages.Room | None = None
+) -> Sums:
+    """The checksum of one block of a leaf of global `shape`; `start` is where the block begins in each dim.
+
+    Words are widened in `room`, which callers with many blocks keep from one to the next.
+    """
     if block.size == 0:
         return 0, 0
+    room = room or pages.Room()
     if block.size > PIECE:
         d = next(d for d, n in enumerate(block.shape) if n > 1)
         rows = max(1, PIECE // (block.size // block.shape[d]))
         total = (0, 0)
         for at in range(0, block.shape[d], rows):
             part = block[(slice(None),) * d + (slice(at, at + rows),)]
-            total = add(total, of_block(part, (*start[:d], start[d] + at, *start[d + 1 :]), shape))
+            total = add(total, of_block(part, (*start[:d], start[d] + at, *start[d + 1 :]), shape, room))
         return total
-    return _of_piece(np.ascontiguousarray(block).reshape(block.shape), start, shape)
+    return _of_piece(np.ascontiguousarray(block).reshape(block.shape), start, shape, room)
 
 
-def _of_piece(block: Shaped[np.ndarray, "..."], start: tuple[int, ...], shape: tuple[int, ...]) -> Sums:
+def _of_piece(
+    block: Shaped[np.ndarray, "..."], start: tuple[int, ...], shape: tuple[int, ...], room: pages.Room
+) -> Sums:
     if block.dtype in SUB_BYTE:
         block = block.view(np.uint8) & np.uint8((1 << SUB_BYTE[block.dtype]) - 1)
     words = np.dtype("u1") if block.dtype.itemsize == 1 else np.dtype("u2")
@@ -98,22 +103,13 @@ def _of_piece(block: Shaped[np.ndarray, "..."], start: tuple[int, ...], shape: t
     ]
     sums = [0, 0]
     step = max(1, min(TILE // columns, len(flat)))
-    room = _room(step, columns)
+    words_of_step = room.of(step * columns * 4).view(np.uint32).reshape(step, columns)
     for at in range(0, len(flat), step):
-        wide = room[: len(flat) - at]
+        wide = words_of_step[: len(flat) - at]
         np.copyto(wide, flat[at : at + step])  # once for both sums
         for which, (f, g) in enumerate(weights):
             sums[which] += int(np.dot(np.einsum("rc,c->r", wide, g), f[at : at + step]))
     return sums[0] & 0xFFFFFFFF, sums[1] & 0xFFFFFFFF
-
-
-def _room(rows: int, columns: int) -> UInt32[np.ndarray, "rows columns"]:
-    """Memory to widen words in, that each thread keeps: on the heap it would stay resident when the thread is gone."""
-    if rows * columns > TILE:
-        return pages.empty((rows, columns), np.uint32)
-    if not hasattr(_kept, "words"):
-        _kept.words = pages.empty((TILE,), np.uint32)
-    return _kept.words[: rows * columns].reshape(rows, columns)
 
 
 def _word_weights(count: int, seed: int) -> UInt32[np.ndarray, " count"]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from shardzoo.checkpoints import store, sums
+from shardzoo.checkpoints import pages, store, sums
 from shardzoo.checkpoints.checkpoint import Checkpoint
 from shardzoo.checkpoints.checkpoint import open as open_checkpoint
 from shardzoo.checkpoints.manifest import Leaf, sha256
@@ -23,6 +23,7 @@ from shardzoo.checkpoints.orbax_layout import (
     marks_file,
 )
 from shardzoo.checkpoints.staging import listing
+from shardzoo.checkpoints.stored import Reader
 from shardzoo.errors import InputError, fail_if
 
 LEVELS = ("quick", "full")
@@ -119,18 +120,18 @@ def _listing_problems(ckpt: Checkpoint, exact: Mapping[str, bytes], found: Mappi
 
 def _value_problems(ckpt: Checkpoint, progress: Callable[[int], None]) -> list[str]:
     """Reads every file of every leaf; each leaf whose files are sound is held against its checksum."""
-    ctx = store.context()
+    reader = Reader()
     problems: list[str] = []
     waiting: collections.deque = collections.deque()
     totals: dict[str, sums.Sums] = {}
     unread: set[str] = set()
-    free = BUDGET
+    free, room = BUDGET, pages.Room()
 
     def settle() -> int:
         path, leaf, at, read = waiting.popleft()
         try:
             block = np.asarray(read.result())
-            part = sums.of_block(block, tuple(s.start for s in at), leaf.spec.shape)
+            part = sums.of_block(block, tuple(s.start for s in at), leaf.spec.shape, room)
             totals[path] = sums.add(totals[path], part)
         except (ValueError, OSError) as error:
             problems.append(f"{path}: {str(error).splitlines()[0][:400]}")
@@ -141,12 +142,12 @@ def _value_problems(ckpt: Checkpoint, progress: Callable[[int], None]) -> list[s
 
     for path, leaf in ckpt.manifest.all_leaves().items():
         totals[path] = (0, 0)
-        array = store.open_array(ckpt.path / leaf.folder, leaf.spec, leaf.grid, ctx)
+        array = reader.open(ckpt.path / leaf.folder, leaf.spec, leaf.grid)
         for at in leaf.grid.blocks():
             nbytes = store.nbytes(at, leaf.spec.dtype.itemsize)
             while waiting and free < nbytes:
                 free += settle()
-            waiting.append((path, leaf, at, array[at].read(order="C")))
+            waiting.append((path, leaf, at, array.at(at).read()))
             free -= nbytes
     while waiting:
         settle()

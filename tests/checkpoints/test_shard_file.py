@@ -8,10 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tensorstore as ts
 
 from shardzoo.checkpoints import shard_file, store, sums
 from shardzoo.checkpoints.grid import Grid, LeafSpec
 from shardzoo.checkpoints.manifest import STORED, dtype_of
+from shardzoo.checkpoints.orbax_layout import zarr_metadata
 from shardzoo.checkpoints.save import _unit
 from shardzoo.errors import InputError
 
@@ -43,7 +45,13 @@ def files(folder: Path) -> dict[str, bytes]:
 def both(tmp_path: Path, grid: Grid, x: np.ndarray) -> tuple[dict[str, bytes], dict[str, bytes], sums.Sums]:
     spec = LeafSpec(dims=tuple(f"d{i}" for i in range(x.ndim)), shape=x.shape, dtype=x.dtype)
     writer = store.LeafWriter(tmp_path / "ours", {"x": ("x", spec, grid)}, budget=1 << 20, sync=False)
-    array = store.open_array(tmp_path / "theirs", spec, grid, store.context())
+    where = {
+        "driver": "zarr3",
+        "kvstore": {"driver": "file", "path": f"{tmp_path / 'theirs'}/"},
+        "metadata": zarr_metadata(spec, grid),
+        "store_data_equal_to_fill_value": True,
+    }
+    array = ts.open(where, create=True).result()
     for block in grid.blocks():
         writer.write("x", block, x[(*block, ...)])
         array[block].write(x[(*block, ...)]).result()
