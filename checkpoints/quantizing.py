@@ -17,11 +17,11 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Shaped
 
-from shardzoo.checkpoints.checkpoint import Checkpoint, damage
+from shardzoo.checkpoints.checkpoint import Checkpoint
 from shardzoo.checkpoints.forms import quantized_leaves
 from shardzoo.checkpoints.grid import Block
 from shardzoo.checkpoints.manifest import Leaf
-from shardzoo.checkpoints.stored import Reader, StoredArray
+from shardzoo.checkpoints.stored import Reader, Reading, StoredArray
 from shardzoo.zoo import quantize
 from shardzoo.zoo.layout import Param
 
@@ -60,10 +60,7 @@ class QuantizedWeight:
     def open(self, reader: Reader) -> None:
         """Opens the leaf's array; nothing is read yet."""
         if self._array is None:
-            try:
-                self._array = reader.open(self._ckpt.path / self.leaf.folder, self.leaf.spec, self.leaf.grid)
-            except (ValueError, OSError) as error:
-                raise damage(self._path, error) from error
+            self._array = reader.open(self._ckpt.path / self.leaf.folder, self.leaf.spec, self.leaf.grid)
 
     def values(self, at: Block, into: Shaped[np.ndarray, "..."]) -> None:
         """Writes the values in these ranges."""
@@ -131,9 +128,9 @@ class Made:
         """The same with one dim's range cut."""
         return dc.replace(self, at=(*self.at[:axis], slice(start, stop), *self.at[axis + 1 :]))
 
-    def begin(self, host: Shaped[np.ndarray, "..."], files: tuple[int, ...]) -> list[Any]:
-        """Begins writing them to `host`, as `StoredArray.begin` does; they lie in no files."""
-        return [self.weight.pool.submit(getattr(self.weight, self.part), self.at, host)]
+    def begin(self, host: Shaped[np.ndarray, "..."]) -> Reading:
+        """Begins writing them to `host`."""
+        return Reading(host, [self.weight.pool.submit(getattr(self.weight, self.part), self.at, host)])
 
 
 def finish(made: Mapping[str, tuple[QuantizedWeight, Any]]) -> None:

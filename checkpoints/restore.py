@@ -22,7 +22,7 @@ from shardzoo.checkpoints.checkpoint import open as open_checkpoint
 from shardzoo.checkpoints.grid import Block
 from shardzoo.checkpoints.manifest import Leaf, canonical, sha256
 from shardzoo.checkpoints.quantizing import Made, QuantizedWeight, finish, weights_to_quantize
-from shardzoo.checkpoints.stored import Reader, StoredArray
+from shardzoo.checkpoints.stored import Reader, Reading, StoredArray
 from shardzoo.errors import InputError, fail_if
 from shardzoo.zoo import quantize as quantization
 from shardzoo.zoo.dtypes import float_dtype
@@ -184,31 +184,17 @@ def check_wide(dtypes: Mapping[str, np.dtype]) -> None:
 class _Job:
     """One block that devices of this process hold, or their host for them.
 
-    `at` are its ranges, `cuts` the sizes of files in each dim, `memory` is the kind that the devices hold it in.
+    `at` are its ranges, `memory` is the kind that the devices hold it in.
     """
 
     path: str
     at: Block
-    cuts: tuple[int, ...]
     devices: tuple[jax.Device, ...]
     memory: str | None
     nbytes: int
 
     def put(self, host: Shaped[np.ndarray, "..."], device: jax.Device) -> Array:
         return jax.device_put(host, SingleDeviceSharding(device, memory_kind=self.memory))
-
-
-@dc.dataclass(frozen=True)
-class _Reading:
-    """A host array and the reads that fill it."""
-
-    host: Shaped[np.ndarray, "..."]
-    parts: list
-
-    def result(self) -> Shaped[np.ndarray, "..."]:
-        for part in self.parts:
-            part.result()
-        return self.host
 
 
 def read_leaves(
@@ -236,7 +222,7 @@ def read_leaves(
         while waiting and free < job.nbytes:
             free += settle()
         source = _source(ckpt, job, dtypes[job.path], reader, made)
-        waiting.append((job, source, None if _goes_in_pieces(job) else _read(source, job.cuts)))
+        waiting.append((job, source, None if _goes_in_pieces(job) else _read(source)))
         free -= job.nbytes
     while waiting:
         settle()
@@ -264,8 +250,7 @@ def _jobs(
             holders.setdefault(at, []).append(device)
         for at, devices in holders.items():
             size = math.prod(b - a for a, b in at) * item
-            cuts, memory = () if path in made else ckpt.leaf(path).grid.outer, sharding.memory_kind
-            yield _Job(path, tuple(slice(*r) for r in at), cuts, tuple(devices), memory, size)
+            yield _Job(path, tuple(slice(*r) for r in at), tuple(devices), sharding.memory_kind, size)
 
 
 def _source(
@@ -281,11 +266,7 @@ def _source(
         weight.open(reader)
         return Made(weight, part, job.at, dtype)
     leaf = ckpt.leaf(job.path)
-    try:
-        array = reader.open(ckpt.path / leaf.folder, leaf.spec, leaf.grid)
-    except (ValueError, OSError) as error:
-        raise damage(job.path, error) from error
-    return array.cast(dtype).at(job.at)
+    return reader.open(ckpt.path / leaf.folder, leaf.spec, leaf.grid).cast(dtype).at(job.at)
 
 
 def _empty(shape: tuple[int, ...], dtype: np.dtype) -> Shaped[np.ndarray, "..."]:
@@ -296,10 +277,9 @@ def _empty(shape: tuple[int, ...], dtype: np.dtype) -> Shaped[np.ndarray, "..."]
     return raw[start : start + nbytes].view(dtype).reshape(shape)
 
 
-def _read(source: StoredArray | Made, cuts: tuple[int, ...]) -> _Reading:
-    """Begins reading a block into host memory, file by file."""
-    host = _empty(source.shape, source.numpy_dtype)
-    return _Reading(host, source.begin(host, cuts))
+def _read(source: StoredArray | Made) -> Reading:
+    """Begins reading a block into host memory."""
+    return source.begin(_empty(source.shape, source.numpy_dtype))
 
 
 def _goes_in_pieces(job: _Job) -> bool:
@@ -311,7 +291,7 @@ def _shares_host_memory(devices: Iterable[jax.Device]) -> bool:
     return all(d.platform == "cpu" for d in devices)
 
 
-def _place(job: _Job, source: StoredArray | Made, reading: _Reading | None) -> dict[jax.Device, Array]:
+def _place(job: _Job, source: StoredArray | Made, reading: Reading | None) -> dict[jax.Device, Array]:
     """The block on each of its devices."""
     try:
         if reading is None:
@@ -334,11 +314,11 @@ def _place_in_pieces(job: _Job, source: StoredArray | Made) -> dict[jax.Device, 
     starts = range(low[axis], low[axis] + shape[axis], rows)
     parts = [source.cut(axis, at, min(at + rows, starts.stop)) for at in starts]
     placed = {d: jnp.zeros(shape, source.numpy_dtype, device=d) for d in job.devices}
-    reading = _read(parts[0], job.cuts)
+    reading = _read(parts[0])
     for i, at in enumerate(starts):
         host = reading.result()
         if i + 1 < len(parts):
-            reading = _read(parts[i + 1], job.cuts)
+            reading = _read(parts[i + 1])
         start = np.zeros(len(shape), np.int32)
         start[axis] = at - low[axis]
         placed = {d: _update(whole, jax.device_put(host, d), start) for d, whole in placed.items()}

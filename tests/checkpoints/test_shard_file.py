@@ -4,13 +4,15 @@ import contextlib
 import errno
 import math
 import os
+import re
 from pathlib import Path
 
+import google_crc32c
 import numpy as np
 import pytest
 import tensorstore as ts
 
-from shardzoo.checkpoints import shard_file, store, sums
+from shardzoo.checkpoints import shard_file, store, stored, sums
 from shardzoo.checkpoints.grid import Grid, LeafSpec
 from shardzoo.checkpoints.manifest import STORED, dtype_of
 from shardzoo.checkpoints.orbax_layout import zarr_metadata
@@ -45,16 +47,9 @@ def files(folder: Path) -> dict[str, bytes]:
 def both(tmp_path: Path, grid: Grid, x: np.ndarray) -> tuple[dict[str, bytes], dict[str, bytes], sums.Sums]:
     spec = LeafSpec(dims=tuple(f"d{i}" for i in range(x.ndim)), shape=x.shape, dtype=x.dtype)
     writer = store.LeafWriter(tmp_path / "ours", {"x": ("x", spec, grid)}, budget=1 << 20, sync=False)
-    where = {
-        "driver": "zarr3",
-        "kvstore": {"driver": "file", "path": f"{tmp_path / 'theirs'}/"},
-        "metadata": zarr_metadata(spec, grid),
-        "store_data_equal_to_fill_value": True,
-    }
-    array = ts.open(where, create=True).result()
     for block in grid.blocks():
         writer.write("x", block, x[(*block, ...)])
-        array[block].write(x[(*block, ...)]).result()
+    by_tensorstore(tmp_path / "theirs", spec, grid, x)
     total, _ = writer.finish("x")
     writer.drain()
     return files(tmp_path / "ours" / "x"), files(tmp_path / "theirs"), total
@@ -72,6 +67,99 @@ def test_the_bytes_are_those_of_tensorstore(tmp_path, name, cuts):
         n: len(b) for n, b in ours.items()
     }
     assert total == sums.of_block(x, (0,) * x.ndim, shape)
+
+
+def by_tensorstore(folder: Path, spec: LeafSpec, grid: Grid, x: np.ndarray) -> None:
+    where = {
+        "driver": "zarr3",
+        "kvstore": {"driver": "file", "path": f"{folder}/"},
+        "metadata": zarr_metadata(spec, grid),
+        "store_data_equal_to_fill_value": True,
+    }
+    ts.open(where, create=True).result()[...].write(x).result()
+
+
+@pytest.mark.parametrize("name", STORED)
+@pytest.mark.parametrize("cuts", GRIDS, ids=lambda cuts: str(cuts[0]))
+def test_what_tensorstore_wrote_is_read(tmp_path, monkeypatch, name, cuts):
+    """All of it and random ranges, in reads of one chunk and of many."""
+    shape, inner, outer = cuts
+    grid, x = Grid(shape=shape, inner=inner, outer=outer), values(shape, dtype_of(name))
+    spec = LeafSpec(dims=tuple(f"d{i}" for i in range(x.ndim)), shape=x.shape, dtype=x.dtype)
+    by_tensorstore(tmp_path, spec, grid, x)
+    leaf = stored.Reader().open(tmp_path, spec, grid)
+    assert leaf.read().result().tobytes() == x.tobytes()
+    for _ in range(8):
+        monkeypatch.setattr(shard_file, "READ", int(rng.choice([1, 1 << 20])))
+        ends = [sorted(rng.choice(n + 1, 2, replace=False).tolist()) for n in shape]
+        at = tuple(slice(a, b) for a, b in ends)
+        found = leaf.at(at).read().result()
+        assert found.dtype == x.dtype and found.tobytes() == x[(*at, ...)].tobytes()
+
+
+@pytest.mark.parametrize("pair", [("float32", "bfloat16"), ("bfloat16", "float32"), ("float64", "float16")])
+def test_values_are_cast_as_they_are_read(tmp_path, pair):
+    one, other = map(dtype_of, pair)
+    grid = Grid(shape=(50, 70), inner=(16, 16), outer=(48, 64))
+    x = np.asarray(rng.standard_normal(grid.shape) * 1e5).astype(one)
+    spec = LeafSpec(dims=("a", "b"), shape=x.shape, dtype=one)
+    by_tensorstore(tmp_path, spec, grid, x)
+    leaf = stored.Reader().open(tmp_path, spec, grid)
+    with np.errstate(over="ignore"):
+        expected = x.astype(other)
+    assert leaf.cast(other).cut(0, 3, 41).read().result().tobytes() == expected[3:41].tobytes()
+
+
+def test_only_the_chunks_asked_for_are_read(tmp_path, monkeypatch):
+    grid = Grid(shape=(64, 64), inner=(16, 16), outer=(64, 32))
+    x = values(grid.shape, np.dtype("<u2"))
+    spec = LeafSpec(dims=("a", "b"), shape=x.shape, dtype=x.dtype)
+    by_tensorstore(tmp_path, spec, grid, x)
+    taken = []
+    real = os.preadv
+
+    def counted(handle, buffers, offset):
+        taken.append(real(handle, buffers, offset))
+        return taken[-1]
+
+    monkeypatch.setattr(os, "preadv", counted)
+    stored.Reader().open(tmp_path, spec, grid).at((slice(10, 40), slice(16, 32))).read().result()
+    chunk, index = 16 * 16 * 2 + 4, 8 * 16 + 4
+    assert sorted(taken) == [index, chunk, chunk, chunk]  # every other chunk of the file belongs to other columns
+
+
+def test_damaged_files_are_told(tmp_path):
+    grid = Grid(shape=(4, 6), inner=(2, 3), outer=(4, 6))
+    x = values(grid.shape, np.dtype("<u2"))
+    spec = LeafSpec(dims=("a", "b"), shape=x.shape, dtype=x.dtype)
+    by_tensorstore(tmp_path, spec, grid, x)
+    file = tmp_path / "c/0/0"
+    data = file.read_bytes()
+    leaf = stored.Reader().open(tmp_path, spec, grid)
+
+    def told(content: bytes) -> str:
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match=f"^{re.escape(str(file))}: ") as error:
+            leaf.read().result()
+        return str(error.value)
+
+    for bit in range(len(data) * 8):
+        flipped = bytearray(data)
+        flipped[bit // 8] ^= 1 << bit % 8
+        assert "does not have the checksum" in told(bytes(flipped)), bit
+    assert f"{len(data) - 1} bytes, not {len(data)}" in told(data[:-1])
+    assert f"{len(data) + 1} bytes" in told(data + b"0")
+    for table in ([1 << 62, 16], [0, 15], [(1 << 64) - 1] * 2):
+        index = np.frombuffer(data[64:-4], "<u8").copy()
+        index[:2] = table
+        assert "lie in it" in (text := told(data[:64] + sealed(index.tobytes()))) or "missing" in text
+    file.unlink()
+    with pytest.raises(FileNotFoundError, match="c/0/0"):
+        leaf.read().result()
+
+
+def sealed(index: bytes) -> bytes:
+    return index + google_crc32c.value(index).to_bytes(4, "little")
 
 
 @pytest.mark.parametrize("band", [1, 3000, 1 << 20])
