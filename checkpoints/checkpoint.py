@@ -73,10 +73,9 @@ class Checkpoint:
         """
         leaf = self.leaf(path)
         at = tuple(slice(0, n) for n in leaf.spec.shape) if at is None else at
-        if leaf.spec.nbytes == 0:
-            return np.empty([s.stop - s.start for s in at], leaf.spec.dtype)
+        stored = self._reader.open(self.path / leaf.folder, leaf.spec, leaf.grid).at(at)
         try:
-            return self._reader.open(self.path / leaf.folder, leaf.spec, leaf.grid).at(at).read().result()
+            return stored.read().result()
         except (ValueError, OSError) as error:
             raise damage(path, error) from error
 
@@ -97,7 +96,7 @@ class Checkpoint:
 
 
 def damage(path: str, error: Exception) -> InputError:
-    """A failed read as one line; TensorStore's message holds the file and what is wrong with it."""
+    """A failed read as one line; its message holds the file and what is wrong with it."""
     return InputError(f"{path}: cannot be read ({str(error).splitlines()[0][:400]}): run `shardzoo verify`, then get"
                       " the checkpoint again")  # fmt: skip
 

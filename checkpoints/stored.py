@@ -83,8 +83,18 @@ class StoredArray:
         return dc.replace(self, numpy_dtype=dtype)
 
     def at(self, ranges: Block) -> "StoredArray":
-        """These ranges of the leaf."""
-        return dc.replace(self, ranges=ranges)
+        """These ranges of the leaf, one for each dim.
+
+        Raises:
+            ValueError: they are not inside of it.
+        """
+        shape = self.spec.shape
+        whole = tuple(slice(s.start or 0, n if s.stop is None else s.stop) for s, n in zip(ranges, shape, strict=True))
+        if any(s.step not in (None, 1) for s in ranges) or any(
+            not 0 <= s.start <= s.stop <= n for s, n in zip(whole, shape, strict=True)
+        ):
+            raise ValueError(f"ranges {ranges} are not whole ranges inside of {list(shape)}")
+        return dc.replace(self, ranges=whole)
 
     def cut(self, axis: int, start: int, stop: int) -> "StoredArray":
         """The same with one dim's range cut."""

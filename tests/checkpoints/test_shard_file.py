@@ -110,6 +110,20 @@ def test_values_are_cast_as_they_are_read(tmp_path, pair):
     assert leaf.cast(other).cut(0, 3, 41).read().result().tobytes() == expected[3:41].tobytes()
 
 
+def test_ranges_outside_of_a_leaf_are_refused(tmp_path):
+    grid = Grid(shape=(5, 3), inner=(2, 3), outer=(4, 3))
+    x = values(grid.shape, np.dtype("<u2"))
+    spec = LeafSpec(dims=("a", "b"), shape=x.shape, dtype=x.dtype)
+    by_tensorstore(tmp_path, spec, grid, x)
+    leaf = stored.Reader().open(tmp_path, spec, grid)
+    for rows in (slice(3, 6), slice(-2, 1), slice(4, 3), slice(0, 4, 2)):
+        with pytest.raises(ValueError, match=r"inside of \[5, 3\]"):
+            leaf.at((rows, slice(0, 3)))
+    with pytest.raises(ValueError, match="argument"):
+        leaf.at((slice(0, 2),))
+    assert leaf.at((slice(None), slice(1, None))).read().result().tobytes() == x[:, 1:].tobytes()
+
+
 def test_only_the_chunks_asked_for_are_read(tmp_path, monkeypatch):
     grid = Grid(shape=(64, 64), inner=(16, 16), outer=(64, 32))
     x = values(grid.shape, np.dtype("<u2"))
