@@ -206,7 +206,6 @@ def read_leaves(
     made: Mapping[str, tuple[QuantizedWeight, Any]],
 ) -> dict[str, Array]:
     """Reads and places the blocks of every leaf, several at a time; leaves in the order of `shardings`."""
-    reader = Reader()
     placed: dict[str, dict[jax.Device, Array]] = collections.defaultdict(dict)
     waiting: collections.deque = collections.deque()
     free = budget
@@ -218,14 +217,15 @@ def read_leaves(
             placed[job.path][device] = value
         return job.nbytes
 
-    for job in _jobs(ckpt, shapes, shardings, dtypes, made):
-        while waiting and free < job.nbytes:
-            free += settle()
-        source = _source(ckpt, job, dtypes[job.path], reader, made)
-        waiting.append((job, source, None if _goes_in_pieces(job) else _read(source)))
-        free -= job.nbytes
-    while waiting:
-        settle()
+    with Reader() as reader:
+        for job in _jobs(ckpt, shapes, shardings, dtypes, made):
+            while waiting and free < job.nbytes:
+                free += settle()
+            source = _source(ckpt, job, dtypes[job.path], reader, made)
+            waiting.append((job, source, None if _goes_in_pieces(job) else _read(source)))
+            free -= job.nbytes
+        while waiting:
+            settle()
     for path, sharding in shardings.items():
         arrays = [placed[path][d] for d in sharding.addressable_devices_indices_map(shapes[path])]
         live[path] = jax.make_array_from_single_device_arrays(shapes[path], sharding, arrays)

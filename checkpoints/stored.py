@@ -42,7 +42,7 @@ class Reading:
 
 
 class Reader:
-    """The threads of one reading job.
+    """The threads of one reading job; a context manager where reads may be left over when it ends.
 
     Files are read by system calls: mapped, the kernel's read-ahead takes 7.8 times the bytes of a shard whose chunks
     lie apart, and a file cut short under the reader ends the process.
@@ -51,6 +51,13 @@ class Reader:
     def __init__(self) -> None:
         self.pool = concurrent.futures.ThreadPoolExecutor(IN_FLIGHT, "read")
         self._kept = threading.local()
+
+    def __enter__(self) -> "Reader":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Waits for what is being read; what has not begun is dropped."""
+        self.pool.shutdown(cancel_futures=True)
 
     def open(self, folder: Path, spec: LeafSpec, grid: Grid) -> "StoredArray":
         """A leaf, of which nothing is read yet; a missing file is an error when it is read."""

@@ -120,7 +120,6 @@ def _listing_problems(ckpt: Checkpoint, exact: Mapping[str, bytes], found: Mappi
 
 def _value_problems(ckpt: Checkpoint, progress: Callable[[int], None]) -> list[str]:
     """Reads every file of every leaf; each leaf whose files are sound is held against its checksum."""
-    reader = Reader()
     problems: list[str] = []
     waiting: collections.deque = collections.deque()
     totals: dict[str, sums.Sums] = {}
@@ -140,17 +139,18 @@ def _value_problems(ckpt: Checkpoint, progress: Callable[[int], None]) -> list[s
         progress(nbytes)
         return nbytes
 
-    for path, leaf in ckpt.manifest.all_leaves().items():
-        totals[path] = (0, 0)
-        array = reader.open(ckpt.path / leaf.folder, leaf.spec, leaf.grid)
-        for at in leaf.grid.blocks():
-            nbytes = store.nbytes(at, leaf.spec.dtype.itemsize)
-            while waiting and free < nbytes:
-                free += settle()
-            waiting.append((path, leaf, at, array.at(at).read()))
-            free -= nbytes
-    while waiting:
-        settle()
+    with Reader() as reader:
+        for path, leaf in ckpt.manifest.all_leaves().items():
+            totals[path] = (0, 0)
+            array = reader.open(ckpt.path / leaf.folder, leaf.spec, leaf.grid)
+            for at in leaf.grid.blocks():
+                nbytes = store.nbytes(at, leaf.spec.dtype.itemsize)
+                while waiting and free < nbytes:
+                    free += settle()
+                waiting.append((path, leaf, at, array.at(at).read()))
+                free -= nbytes
+        while waiting:
+            settle()
     read = {path: total for path, total in totals.items() if path not in unread}
     return problems + [p for path, total in read.items() if (p := _sum_problem(path, ckpt.leaf(path), total))]
 

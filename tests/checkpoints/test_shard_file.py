@@ -5,6 +5,7 @@ import errno
 import math
 import os
 import re
+import threading
 from pathlib import Path
 
 import google_crc32c
@@ -140,6 +141,28 @@ def test_only_the_chunks_asked_for_are_read(tmp_path, monkeypatch):
     stored.Reader().open(tmp_path, spec, grid).at((slice(10, 40), slice(16, 32))).read().result()
     chunk, index = 16 * 16 * 2 + 4, 8 * 16 + 4
     assert sorted(taken) == [index, chunk, chunk, chunk]  # every other chunk of the file belongs to other columns
+
+
+def test_what_has_not_begun_when_reading_ends_is_dropped(tmp_path, monkeypatch):
+    grid = Grid(shape=(64, 8), inner=(1, 8), outer=(1, 8))
+    x = values(grid.shape, np.dtype("<u2"))
+    spec = LeafSpec(dims=("a", "b"), shape=x.shape, dtype=x.dtype)
+    by_tensorstore(tmp_path, spec, grid, x)
+    real, begun, go = os.preadv, threading.Semaphore(0), threading.Event()
+
+    def late(*args):
+        begun.release()
+        go.wait(20)
+        return real(*args)
+
+    monkeypatch.setattr(os, "preadv", late)
+    with pytest.raises(KeyboardInterrupt), stored.Reader() as reader:
+        reading = reader.open(tmp_path, spec, grid).read()
+        begun.acquire(timeout=20)
+        threading.Timer(0.2, go.set).start()
+        raise KeyboardInterrupt
+    read = sum(not part.cancelled() for part in reading.parts)
+    assert 0 < read <= stored.IN_FLIGHT and all(part.done() for part in reading.parts)
 
 
 def test_damaged_files_are_told(tmp_path):
