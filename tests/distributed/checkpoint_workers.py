@@ -31,8 +31,8 @@ def restore(path, degrees):
     module = sys.modules["shardzoo.checkpoints.restore"]
     begin, arrays = module._read, []
 
-    def noted(source, cuts):
-        reading = begin(source, cuts)
+    def noted(source):
+        reading = begin(source)
         arrays.append(reading.host.nbytes)
         return reading
 
