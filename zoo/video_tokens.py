@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int, Num
 
 from shardzoo.errors import fail_if
 from shardzoo.zoo.layers import contract
+from shardzoo.zoo.mesh import traced_platform
 from shardzoo.zoo.rope import Rotary
 
 Sizes = tuple[int, int, int]  # of something in time, height and width
@@ -100,12 +101,16 @@ def rotate_pairs(x: Float[Array, "batch seq heads head_dim"], turn: Rotary) -> F
     """x with each pair (2i, 2i + 1) turned by its position's angle; float32 inside.
 
     Each number gets its partner by an exact product with a permutation: a TPU makes it in place, where shifts along the
-    head, or a dim of 2, cost it several copies in float32.
+    head, or a dim of 2, cost it several copies in float32. A CPU reads the pairs backwards, in the step that turns
+    them: a fifth of the product's time.
     """
     cos, sin = (table[:, :, None] for table in turn)
-    swap = np.eye(x.shape[-1], dtype=np.float32)[np.arange(x.shape[-1]) ^ 1]
-    with jax.default_matmul_precision("highest"):
-        partner = contract(x, jnp.asarray(swap, x.dtype))
+    if traced_platform() == "cpu":
+        partner = lax.rev(x.reshape(*x.shape[:-1], -1, 2), (x.ndim,)).reshape(x.shape)
+    else:
+        swap = np.eye(x.shape[-1], dtype=np.float32)[np.arange(x.shape[-1]) ^ 1]
+        with jax.default_matmul_precision("highest"):
+            partner = contract(x, jnp.asarray(swap, x.dtype))
     return (x.astype(jnp.float32) * cos + partner.astype(jnp.float32) * sin).astype(x.dtype)
 
 

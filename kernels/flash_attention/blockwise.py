@@ -17,12 +17,12 @@ from shardzoo.kernels.flash_attention.options import Extras, Options, Shaped, Si
 from shardzoo.kernels.flash_attention.tiles import (
     Index,
     Tiles,
+    backward_tiles,
     count,
+    forward_tiles,
     live_range,
     start,
-    step_logits,
     tile_mask,
-    tile_sizes,
 )
 
 
@@ -38,8 +38,7 @@ def supports(
 
 
 class _Call(NamedTuple):
-    """The arrays and how they are cut. q (batch, q_len, kv_heads, group, head_dim), k, v (batch, kv_len, kv_heads,
-    head_dim), bias as given."""
+    """The arrays as given, and how they are cut."""
 
     q: Array
     k: Array
@@ -63,12 +62,6 @@ class _Step(NamedTuple):
     q_index: Index
 
 
-def _call(q: Array, k: Array, v: Array, extras: Extras, options: Options) -> _Call:
-    size = sizes(q, k)
-    grouped = q.reshape(size.batch, size.q_len, size.kv_heads, size.group, size.head_dim)
-    return _Call(grouped, k, v, extras.bias, extras, options, size, tile_sizes(size, step_logits()))
-
-
 def _loop(first: Index, last: Index, body: Callable, carry):
     """`lax.fori_loop`, without a loop where there is only one turn."""
     if isinstance(first, int) and isinstance(last, int) and last - first == 1:
@@ -87,39 +80,39 @@ def _for_each_head(call: _Call, body: Callable[[Index, Index, object], object], 
     return _loop(0, call.size.batch // rows * per_row, turn, carry)
 
 
-def _corner(array: Array, step: _Step, call: _Call, head_dim_at: int, length_at: int, first: Index) -> tuple:
-    """The start indices of a slice of `array` at the step's row and head; dims of size 1 are shared by all."""
-    corner = [0] * array.ndim
-    corner[0] = step.row if array.shape[0] > 1 else 0
-    corner[head_dim_at] = step.head if array.shape[head_dim_at] > 1 else 0
-    corner[length_at] = first
-    return tuple(corner)
+def _q_corner(call: _Call, step: _Step) -> tuple[Index, ...]:
+    """Where the step's queries start in an array like q."""
+    return step.row, start(step.q_index, call.size.q_len, call.tiles.q), step.head * call.size.group, 0
 
 
 def _q_tile(call: _Call, x: Array, step: _Step) -> Float[Array, "rows kv_heads group_q head_dim"]:
     """The step's queries of x (laid out as call.q), in the accumulator's dtype, a group's queries one after another."""
     tiles, size = call.tiles, call.size
-    shape = (tiles.batch, tiles.q, tiles.kv_heads, size.group, size.head_dim)
-    first = start(step.q_index, size.q_len, tiles.q)
-    x = lax.dynamic_slice(x, _corner(x, step, call, 2, 1, first), shape).astype(call.dtype)
-    return x.transpose(0, 2, 3, 1, 4).reshape(tiles.batch, tiles.kv_heads, size.group * tiles.q, size.head_dim)
+    shape = (tiles.batch, tiles.q, tiles.kv_heads * size.group, size.head_dim)
+    x = lax.dynamic_slice(x, _q_corner(call, step), shape).astype(call.dtype)
+    x = x.reshape(tiles.batch, tiles.q, tiles.kv_heads, size.group, size.head_dim).transpose(0, 2, 3, 1, 4)
+    return x.reshape(tiles.batch, tiles.kv_heads, size.group * tiles.q, size.head_dim)
 
 
 def _put_q_tile(call: _Call, into: Array, step: _Step, x: Array, *, add: bool) -> Array:
     """Writes a tile made by `_q_tile` back to where it came from."""
     tiles, size = call.tiles, call.size
     x = x.reshape(tiles.batch, tiles.kv_heads, size.group, tiles.q, size.head_dim).transpose(0, 3, 1, 2, 4)
-    corner = _corner(into, step, call, 2, 1, start(step.q_index, size.q_len, tiles.q))
-    x = x.astype(into.dtype)
+    x = x.reshape(tiles.batch, tiles.q, tiles.kv_heads * size.group, size.head_dim).astype(into.dtype)
+    corner = _q_corner(call, step)
     return lax.dynamic_update_slice(into, x + lax.dynamic_slice(into, corner, x.shape) if add else x, corner)
 
 
-def _kv_tile(call: _Call, x: Array, step: _Step, kv_index: Index) -> Float[Array, "rows kv kv_heads head_dim"]:
-    """The step's keys or values of tile kv_index, in the accumulator's dtype."""
+def _kv_tile(call: _Call, x: Array, step: _Step, kv_index: Index) -> Float[Array, "rows kv_heads kv head_dim"]:
+    """The step's keys or values of tile kv_index, in the accumulator's dtype.
+
+    Heads before keys: XLA for CPUs multiplies by such keys as they are, by keys before heads after a transposition to
+    (head_dim, kv) in every step, which takes as long as half the product.
+    """
     tiles, size = call.tiles, call.size
     shape = (tiles.batch, tiles.kv, tiles.kv_heads, size.head_dim)
-    first = start(kv_index, size.kv_len, tiles.kv)
-    return lax.dynamic_slice(x, _corner(x, step, call, 2, 1, first), shape).astype(call.dtype)
+    corner = (step.row, start(kv_index, size.kv_len, tiles.kv), step.head, 0)
+    return lax.dynamic_slice(x, corner, shape).astype(call.dtype).swapaxes(1, 2)
 
 
 def _row_tile(call: _Call, x: Array, step: _Step) -> Float[Array, "rows kv_heads group_q 1"]:
@@ -151,7 +144,7 @@ def _logits(
 ) -> tuple[Float[Array, "rows kv_heads group_q kv"], Array | None]:
     """Masked logits of scaled queries, and what the soft cap's derivative needs: tanh of the capped logits."""
     tiles, size, options = call.tiles, call.size, call.options
-    logits = _dot("bhrd,bthd->bhrt", q, k)
+    logits = _dot("bhrd,bhtd->bhrt", q, k)
     bent = None
     if options.soft_cap is not None:
         bent = jnp.tanh(logits / options.soft_cap)
@@ -175,8 +168,9 @@ def forward(
     options: Options,
 ) -> tuple[Float[Array, "batch q_len heads head_dim"], Float[Array, "batch heads q_len"]]:
     """Output and log-sum-exp; see `options`."""
-    call = _call(q, k, v, extras, options)
-    size, tiles = call.size, call.tiles
+    size = sizes(q, k)
+    tiles = forward_tiles(size, extras, options)
+    call = _Call(q, k, v, extras.bias, extras, options, size, tiles)
 
     def head(row: Index, head: Index, carry):
         def queries(q_index: Index, carry):
@@ -191,30 +185,38 @@ def forward(
         return _loop(0, count(size.q_len, tiles.q), queries, carry)
 
     lse = jnp.zeros((size.batch, size.kv_heads, size.group, size.q_len), call.dtype)
-    out, lse = _for_each_head(call, head, varying_like((jnp.zeros(call.q.shape, q.dtype), lse), q))
-    return out.reshape(q.shape), lse.reshape(size.batch, size.heads, size.q_len)
+    out, lse = _for_each_head(call, head, varying_like((jnp.zeros(q.shape, q.dtype), lse), q))
+    return out, lse.reshape(size.batch, size.heads, size.q_len)
 
 
 def _forward_tile(call: _Call, step: _Step) -> tuple[Array, Array]:
     """Output (rows, kv_heads, group_q, head_dim) and lse (.., 1) of a query tile."""
     q = _q_tile(call, call.q, step) * call.options.scale
 
-    def keys(kv_index: Index, carry):
-        top, total, out = carry
+    def found(kv_index: Index, top: Array | None = None) -> tuple[Array, Array, Array, Array]:
+        """The maximum with this tile's keys, what weights are measured from, their sum and that of the values."""
         k, v = (_kv_tile(call, x, step, kv_index) for x in (call.k, call.v))
         logits, _ = _logits(call, step, kv_index, q, k, each_query_once=False)
-        new_top = jnp.maximum(top, logits.max(-1, keepdims=True))
+        own = logits.max(-1, keepdims=True)
+        top = own if top is None else jnp.maximum(top, own)
         # Until a query has seen a key its maximum is -inf; it is measured from 0, since -inf - -inf is NaN.
-        level = jnp.where(jnp.isneginf(new_top), 0, new_top)
+        level = jnp.where(jnp.isneginf(top), 0, top)
         weights = jnp.exp(logits - level)
-        kept = jnp.exp(top - level)
-        total = total * kept + weights.sum(-1, keepdims=True)
-        return new_top, total, out * kept + _dot("bhrt,bthd->bhrd", weights, v)
+        return top, level, weights.sum(-1, keepdims=True), _dot("bhrt,bhtd->bhrd", weights, v)
 
-    column = jnp.zeros((*q.shape[:-1], 1), call.dtype)
-    carry = varying_like((column - jnp.inf, column, jnp.zeros(q.shape, call.dtype)), call.q)
+    def keys(kv_index: Index, carry):
+        top, total, out = carry
+        new_top, level, own_total, own_out = found(kv_index, top)
+        kept = jnp.exp(top - level)
+        return new_top, total * kept + own_total, out * kept + own_out
+
     first, last = live_range(call.size, call.tiles, call.extras, call.options, step.row, step.q_index)
-    top, total, out = _loop(first, last, keys, carry)
+    if count(call.size.kv_len, call.tiles.kv) == 1:
+        top, _, total, out = found(0)
+    else:
+        column = jnp.zeros((*q.shape[:-1], 1), call.dtype)
+        carry = varying_like((column - jnp.inf, column, jnp.zeros(q.shape, call.dtype)), call.q)
+        top, total, out = _loop(first, last, keys, carry)
     safe = jnp.where(total == 0, 1, total)
     return out / safe, jnp.where(total == 0, -jnp.inf, top + jnp.log(safe))
 
@@ -231,14 +233,15 @@ def backward(
     d_lse: Float[Array, "batch heads q_len"],
 ) -> tuple[Array, Array, Array, Array | None]:
     """dq, dk, dv and dbias (None without a bias); see `options`."""
-    call = _call(q, k, v, extras, options)
-    size, tiles = call.size, call.tiles
+    size = sizes(q, k)
+    tiles = backward_tiles(size)
+    call = _Call(q, k, v, extras.bias, extras, options, size, tiles)
     per_query = (size.batch, size.kv_heads, size.group, size.q_len)
-    given = _Given(*(x.reshape(call.q.shape) for x in (out, d_out)), *(x.reshape(per_query) for x in (lse, d_lse)))
+    given = _Given(out, d_out, *(x.reshape(per_query) for x in (lse, d_lse)))
 
     def head(row: Index, head: Index, carry):
         dq, dk, dv, dbias = carry
-        shape = (tiles.batch, size.kv_len, tiles.kv_heads, size.head_dim)
+        shape = (tiles.batch, tiles.kv_heads, size.head_dim, size.kv_len)
         sums = varying_like((jnp.zeros(shape, call.dtype), jnp.zeros(shape, call.dtype)), q)
 
         def queries(q_index: Index, carry):
@@ -248,17 +251,17 @@ def backward(
             return _put_q_tile(call, dq, step, tile, add=size.q_len % tiles.q != 0), *sums
 
         dq, dk_part, dv_part, dbias = _loop(0, count(size.q_len, tiles.q), queries, (dq, *sums, dbias))
-        dk = lax.dynamic_update_slice(dk, dk_part.astype(k.dtype), (row, 0, head, 0))
-        dv = lax.dynamic_update_slice(dv, dv_part.astype(v.dtype), (row, 0, head, 0))
+        dk = lax.dynamic_update_slice(dk, dk_part.transpose(0, 3, 1, 2).astype(k.dtype), (row, 0, head, 0))
+        dv = lax.dynamic_update_slice(dv, dv_part.transpose(0, 3, 1, 2).astype(v.dtype), (row, 0, head, 0))
         return dq, dk, dv, dbias
 
-    zeros = [jnp.zeros(x.shape, x.dtype) for x in (call.q, k, v)]
+    zeros = [jnp.zeros(x.shape, x.dtype) for x in (q, k, v)]
     wanted = call.bias is not None and options.bias_gradient
     dbias = jnp.zeros(call.bias.shape, call.dtype) if wanted else None
     dq, dk, dv, dbias = _for_each_head(call, head, varying_like((*zeros, dbias), q))
     if dbias is not None:
         dbias = dbias.astype(extras.bias.dtype)
-    return dq.reshape(q.shape), dk, dv, dbias
+    return dq, dk, dv, dbias
 
 
 class _Given(NamedTuple):
@@ -273,7 +276,7 @@ class _Given(NamedTuple):
 def _backward_tile(
     call: _Call, given: _Given, step: _Step, sums: tuple[Array, Array, Array | None]
 ) -> tuple[Array, tuple[Array, Array, Array | None]]:
-    """dq of a query tile, and the sums dk, dv (rows, kv_len, kv_heads, head_dim) and dbias with its part added."""
+    """dq of a query tile, and the sums dk, dv (rows, kv_heads, head_dim, kv_len) and dbias with its part added."""
     size, tiles = call.size, call.tiles
     q = _q_tile(call, call.q, step) * call.options.scale
     d_out = _q_tile(call, given.d_out, step)
@@ -283,21 +286,24 @@ def _backward_tile(
     lse = jnp.where(empty, 0, lse)
     delta = (d_out * _q_tile(call, given.out, step)).sum(-1, keepdims=True)
     delta = jnp.where(empty, 0, delta - _row_tile(call, given.d_lse, step))
+    # Turned once for all key tiles: products summed over the rows of both operands take XLA for CPUs two to four times
+    # as long. The barrier keeps it from writing the turned ones into the products as just such sums.
+    q_turned, d_out_turned = lax.optimization_barrier((q.swapaxes(2, 3), d_out.swapaxes(2, 3)))
 
     def keys(kv_index: Index, carry):
         dq, dk, dv, dbias = carry
         k, v = (_kv_tile(call, x, step, kv_index) for x in (call.k, call.v))
         logits, bent = _logits(call, step, kv_index, q, k, each_query_once=True)
         weights = jnp.exp(logits - lse)
-        d_logits = weights * (_dot("bhrd,bthd->bhrt", d_out, v) - delta)
+        d_logits = weights * (_dot("bhrd,bhtd->bhrt", d_out, v) - delta)
         if dbias is not None:
             dbias = _add_bias_part(call, step, kv_index, dbias, d_logits)
         if bent is not None:
             d_logits = d_logits * (1 - bent * bent)
         first = start(kv_index, size.kv_len, tiles.kv)
-        dv = _add_keys(dv, first, _dot("bhrt,bhrd->bthd", weights, d_out))
-        dk = _add_keys(dk, first, _dot("bhrt,bhrd->bthd", d_logits, q))
-        return dq + _dot("bhrt,bthd->bhrd", d_logits, k), dk, dv, dbias
+        dv = _add_keys(dv, first, _dot("bhdr,bhrt->bhdt", d_out_turned, weights))
+        dk = _add_keys(dk, first, _dot("bhdr,bhrt->bhdt", q_turned, d_logits))
+        return dq + _dot("bhrt,bhtd->bhrd", d_logits, k), dk, dv, dbias
 
     first, last = live_range(size, tiles, call.extras, call.options, step.row, step.q_index)
     dq = varying_like(jnp.zeros(q.shape, call.dtype), call.q)
@@ -306,9 +312,9 @@ def _backward_tile(
 
 
 def _add_keys(total: Array, first: Index, part: Array) -> Array:
-    """Adds a key tile's part to the sum over all keys (dim 1)."""
-    seen = lax.dynamic_slice_in_dim(total, first, part.shape[1], 1)
-    return lax.dynamic_update_slice_in_dim(total, seen + part, first, 1)
+    """Adds a key tile's part to the sum over all keys (dim 3)."""
+    seen = lax.dynamic_slice_in_dim(total, first, part.shape[3], 3)
+    return lax.dynamic_update_slice_in_dim(total, seen + part, first, 3)
 
 
 def _add_bias_part(call: _Call, step: _Step, kv_index: Index, dbias: Array, d_logits: Array) -> Array:

@@ -17,6 +17,9 @@ Index = int | Int[Array, ""]
 # A tile's logits of one KV head are 1 MiB in float32, which one core's cache holds.
 ROWS = 512
 TILE_LOGITS = ROWS * ROWS
+# Forwards on a CPU, where no smaller tile could be skipped: XLA shares each product and each pass over the logits out
+# among the cores by itself, which pays for more than 1 MiB, and all of up to 2,048 keys need no running maximum.
+UNSKIPPED_LOGITS = 4 * TILE_LOGITS
 # Tiles of several heads and rows of the batch make one step where more units work on it than two cores.
 CORES_PER_TILE = 2
 ACCELERATOR_LOGITS = 2**25
@@ -36,15 +39,17 @@ class Tiles:
     kv: int
 
 
-def tile_sizes(size: Sizes, step_logits: int) -> Tiles:
-    """Tiles near to square in the rows (queries of a group) and keys of one KV head; longer where the other is short.
+def tile_sizes(size: Sizes, step_logits: int, tile_logits: int = TILE_LOGITS) -> Tiles:
+    """Tiles of this many logits of one KV head, near to square in rows (queries of a group) and keys.
+
+    Longer in one where the other is short, and in the keys where square ones hold less.
 
     A step takes as many KV heads, and then rows of the batch, as `step_logits` has room for: results do not
     depend on that number.
     """
     q = even_tile(size.q_len, max(1, ROWS // size.group))
-    kv = even_tile(size.kv_len, max(ROWS, TILE_LOGITS // (size.group * q)))
-    q = even_tile(size.q_len, max(q, min(TILE_LOGITS // (size.group * kv), 2 * ROWS // size.group)))
+    kv = even_tile(size.kv_len, max(ROWS, tile_logits // (size.group * q)))
+    q = even_tile(size.q_len, max(q, min(tile_logits // (size.group * kv), 2 * ROWS // size.group)))
     left = max(1, step_logits // (size.group * q * kv))
     kv_heads = largest_divisor(size.kv_heads, left)
     batch = largest_divisor(size.batch, left // kv_heads) if kv_heads == size.kv_heads else 1
@@ -190,10 +195,22 @@ def _mask_terms(
         yield q_ids[:, :, None] == kv_ids[:, None, :]
 
 
-def step_logits() -> int:
-    """How many logits one step holds on the platform that is traced for."""
+def forward_tiles(size: Sizes, extras: Extras, options: Options) -> Tiles:
+    """Those of the forward pass, on the platform that is traced for."""
+    skips = options.banded or extras.q_segment_ids is not None
+    return tile_sizes(size, _step_logits(), UNSKIPPED_LOGITS if _on_cpu() and not skips else TILE_LOGITS)
+
+
+def backward_tiles(size: Sizes) -> Tiles:
+    """Those of the backward pass, on the platform that is traced for."""
+    return tile_sizes(size, _step_logits())
+
+
+def _on_cpu() -> bool:
     device = jax.sharding.get_abstract_mesh().abstract_device
-    platform = jax.default_backend() if device is None else device.platform
-    if platform != "cpu":
-        return ACCELERATOR_LOGITS
-    return TILE_LOGITS * max(1, (os.cpu_count() or 1) // CORES_PER_TILE)
+    return (jax.default_backend() if device is None else device.platform) == "cpu"
+
+
+def _step_logits() -> int:
+    """How many logits one step holds on the platform that is traced for."""
+    return TILE_LOGITS * max(1, (os.cpu_count() or 1) // CORES_PER_TILE) if _on_cpu() else ACCELERATOR_LOGITS

@@ -1,5 +1,6 @@
 """What the blockwise version promises beside its numbers: memory linear in the length, tiles that cover a call once."""
 
+import re
 from functools import partial
 
 import jax
@@ -9,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardzoo.kernels.flash_attention import flash_attention
-from shardzoo.kernels.flash_attention.options import Sizes
-from shardzoo.kernels.flash_attention.tiles import TILE_LOGITS, count, even_tile, start, tile_sizes
+from shardzoo.kernels.flash_attention.options import Extras, Options, Sizes
+from shardzoo.kernels.flash_attention.tiles import TILE_LOGITS, count, even_tile, forward_tiles, start, tile_sizes
 
 attend = partial(flash_attention, implementation="blockwise")
 
@@ -38,6 +39,30 @@ def test_a_bias_is_not_copied_nor_its_gradient_made_unasked():
     assert temporary_bytes(loss, q, bias) < bias.size
     assert temporary_bytes(jax.grad(loss), q, bias) < bias.size
     assert temporary_bytes(jax.grad(loss, (0, 1)), q, bias) < bias.size
+
+
+@pytest.mark.parametrize("heads, kv_heads", [(4, 4), (4, 2)], ids=str)
+def test_a_cpu_turns_no_operand_of_a_product(heads: int, kv_heads: int):
+    """XLA turns keys that stand before their heads at every step, and sums slowly over the rows of both operands."""
+    shapes = [jax.ShapeDtypeStruct((1, 1024, n, 64), jnp.float32) for n in (heads, kv_heads, kv_heads)]
+
+    def both(q, k, v):
+        return jax.value_and_grad(lambda q, k, v: jnp.square(attend(q, k, v)).sum(), (0, 1, 2))(q, k, v)
+
+    forward, gradient = (jax.jit(f).lower(*shapes).compile().as_text() for f in (attend, both))
+    products = {"forward": 2, "gradient": 2 + 5}
+    for name, text in (("forward", forward), ("gradient", gradient)):
+        sums = re.findall(r" dot\(.*lhs_contracting_dims=\{(\d)\}", text)
+        assert sums == ["1"] * products[name], name
+    for line in forward.splitlines():  # of keys or values; queries of a group are brought together, once for all keys
+        assert not (" transpose(" in line and line.split("=")[1].strip().startswith("f32[1,1,64,")), line
+
+
+def test_few_keys_are_one_tile_forwards():
+    """No running maximum, nor anything to scale again."""
+    size = Sizes(1, 4096, 1408, 4, 4, 1, 128)
+    assert forward_tiles(size, Extras(), Options(scale=1.0)).kv == 1408
+    assert forward_tiles(size, Extras(), Options(scale=1.0, after=0)) == tile_sizes(size, TILE_LOGITS)
 
 
 @given(st.integers(1, 40_000), st.integers(1, 1024))
