@@ -24,12 +24,13 @@ from shardzoo.zoo.attention import attention, exchange
 from shardzoo.zoo.dtypes import float_dtype
 from shardzoo.zoo.families import Family, TraceSizes, register
 from shardzoo.zoo.layers import SEQ, Residual, own_share, pad
-from shardzoo.zoo.mesh import CONTEXT, DATA, TP
+from shardzoo.zoo.mesh import CONTEXT, DATA, TP, traced_platform
 from shardzoo.zoo.remat import Remat, check_remat, rematerialised
 from shardzoo.zoo.video_tokens import Sizes, grid_of, grid_rotary, join_patches, patches
 from shardzoo.zoo.wan_model import Config, Context, Host, Modulation, Timesteps, Wan
 
 CHUNK = 1024  # for 14B on TPUs 512 spare no memory; by arithmetic, 1024 rows read a weight faster than they use it
+CPU_CHUNK = 4096  # XLA for CPUs clears the place of all chunks' results first, and writes each into it on one core
 ROWS = 16  # chunks are padded to a multiple of this many tokens on each device, as tiles of 16-bit floats are
 TEXT_TOKENS = 512  # texts are zero-padded to this length, and the zeros attended to
 IMAGE_TOKENS = 257  # of one image, as the published image encoder gives them
@@ -47,7 +48,7 @@ class Run:
     residual: Residual = "whole"
     remat: Remat = False
     dtype: Any = None
-    chunk: int = CHUNK
+    chunk: int | None = None
 
     def activations(self, model: Wan) -> Any:
         return model.blocks.mlp.up.weight.dtype if self.dtype is None else self.dtype
@@ -76,7 +77,7 @@ def forward(
     residual: Residual = "whole",
     remat: Remat = False,
     dtype: Any = None,
-    chunk: int = CHUNK,
+    chunk: int | None = None,
 ) -> Forward:
     """The pure function `f(model, latents, timesteps, *, text, image, context)`: to be jitted, alone or within another.
 
@@ -100,7 +101,8 @@ def forward(
         remat: compute each block again in the backward pass rather than keep its activations: all of it, or what a
             policy says (`remat.py`).
         dtype: of the activations; None is that of the blocks' weights.
-        chunk: most tokens that a device works on at once outside the attention among them: bounds its memory.
+        chunk: most tokens that a device works on at once outside the attention among them: bounds its memory. None is
+            1,024, on CPUs 4,096.
 
     Raises:
         InputError: the mesh does not fit the declaration; an unknown residual; a chunk below 1.
@@ -108,7 +110,7 @@ def forward(
     layout.audit(declared, mesh)
     problems = [] if residual in ("whole", "seq") else [f"residual={residual!r} is unknown: use 'whole' or 'seq'"]
     check_remat("wan.forward", remat)
-    problems += [] if chunk >= 1 else [f"chunk={chunk} is not at least 1: change it"]
+    problems += [] if chunk is None or chunk >= 1 else [f"chunk={chunk} is not at least 1: change it"]
     fail_if(problems, "wan.forward")
     residual = residual if math.prod(mesh.shape[axis] for axis in TP) > 1 else "whole"  # one device: they are the same
     run = Run(residual=residual, remat=remat, dtype=float_dtype("wan.forward", dtype), chunk=chunk)
@@ -334,7 +336,8 @@ class Split:
     def of(cls, tokens: int, run: Run) -> "Split":
         context = lax.axis_size(CONTEXT)
         tensor = lax.axis_size(TP) if run.residual == "seq" else 1
-        chunks = -(-tokens // (context * run.chunk))
+        chunk = run.chunk or (CPU_CHUNK if traced_platform() == "cpu" else CHUNK)
+        chunks = -(-tokens // (context * chunk))
         size = -(-tokens // (context * chunks * tensor))
         return cls(context=context, tensor=tensor, chunks=chunks, size=size if chunks == 1 else -(-size // ROWS) * ROWS)
 
