@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import P
 from mesh_parity import assert_close, harsh
 
 from shardzoo.errors import InputError
@@ -162,6 +163,22 @@ def test_collectives_of_the_context():
     text, image = (jax.ShapeDtypeStruct((4, 6, size), jnp.float32) for size in (IMAGE.text, IMAGE.image))
     lowered = jax.jit(wan.context(declared, mesh)).lower(layout.abstract(declared, mesh), text, image)
     assert hlo.collectives(lowered.compile()) == {"all-reduce": 2}  # XLA joins those of text and image
+
+
+@pytest.mark.parametrize("platform, counts", [("cpu", [1, 1, 2]), ("tpu", [1, 4, 5]), ("gpu", [1, 4, 5])])
+def test_a_cpu_works_on_more_tokens_at_once(platform, counts):
+    """By default; it writes the results of chunks into place on one core."""
+    device = jax.sharding.AbstractDevice(device_kind="any", num_cores=1, platform=platform)
+    mesh = make_mesh().abstract_mesh.update(abstract_device=device)
+
+    def chunks(tokens, **run):
+        def ones():
+            return jnp.ones(wan.Split.of(tokens, wan.Run(**run)).chunks)
+
+        return jax.eval_shape(jax.shard_map(ones, mesh=mesh, in_specs=(), out_specs=P())).size
+
+    assert [chunks(tokens) for tokens in (1024, 4096, 4097)] == counts
+    assert chunks(4096, chunk=1024) == 4
 
 
 def test_few_timesteps_are_never_spread_over_the_tokens():
