@@ -67,6 +67,13 @@ class Addition:
         return [key for key in (self.a, self.b) if key is not None]
 
 
+def without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A shape without the ones at its end, of two dims at least: that of a convolution of one pixel is a matrix's."""
+    while len(shape) > 2 and shape[-1] == 1:
+        shape = shape[:-1]
+    return shape
+
+
 class Targets:
     """Which pieces of the model's leaves each module of the file is, in the layout that knows most of them."""
 
@@ -75,8 +82,9 @@ class Targets:
         self.shapes = {path: param.shape for path, param in {**missing_biases(declared), **params}.items()}
         self._keys, self._component = keys, component
         self._layers = linear_layers(declared)
-        candidates = [_Known(rules, one, declared) for one in rules.layouts]
+        candidates = [_Known(rules, one, declared) for one in rules.layouts_of(declared.config)]
         self._known = max(candidates, key=lambda known: sum(map(known.knows, [*keys.modules, *keys.instead])))
+        self._others = [known for known in candidates if known is not self._known]
 
     def is_linear(self, addition: Addition) -> bool:
         """Whether it is for weights of linear layers, which take factors."""
@@ -142,15 +150,15 @@ class Targets:
         lacking = [piece.target for piece in pieces if piece.target not in self._layers]
         if lacking and (len(shape) < 2 or len(lacking) < len(pieces)):
             return f"is {lacking[0]}, which is not the weight of a linear layer: adapters go on those alone"
-        if not lacking and (len(a.shape) != 2 or len(b.shape) != 2 or len(shape) != 2):
+        into, out, whole = (without_ones(one) for one in (a.shape, b.shape, shape))
+        if not lacking and (len(into) != 2 or len(out) != 2 or len(whole) != 2):
             return f"A and B have the shapes {a.shape} and {b.shape} for a weight of {shape}: only matrices are read"
-        rank, width = a.shape[:1], (math.prod(shape[1:]),)
-        narrow = b.shape[:2] == shape[:1] + rank and all(size == 1 for size in b.shape[2:])
-        if not narrow or not rank[0] or a.shape[1:] not in (shape[1:], width):
-            wider = not lacking and a.shape[0] == b.shape[1] and b.shape[0] == shape[0] and a.shape[1] > shape[1]
+        rank, width = into[:1], (math.prod(whole[1:]),)
+        if rank in ((), (0,)) or out != whole[:1] + rank or into[1:] not in (whole[1:], width):
+            wider = not lacking and into[0] == out[1] and out[0] == whole[0] and into[1] > whole[1]
             control = ": its model takes wider inputs, as control adapters do that widen its first layer"
-            into = ", ".join(map(str, shape[1:]))
-            return f"A and B have the shapes {a.shape} and {b.shape}, expected (r, {into}) and ({shape[0]}, r)" + (
+            inputs = ", ".join(map(str, shape[1:]))
+            return f"A and B have the shapes {a.shape} and {b.shape}, expected (r, {inputs}) and ({shape[0]}, r)" + (
                 control if wider else ""
             )
         if a.dtype.kind in "iub" or b.dtype.kind in "iub":
@@ -182,11 +190,15 @@ class Targets:
         if given.dtype.kind in "iub":
             return f"is of {given.dtype.name}, not floating point"
         linear = [piece.target for piece in pieces if piece.target in self._layers]
-        if linear and (len(shape) != 2 or not self.is_linear(made)):
+        if linear and (len(without_ones(shape)) != 2 or not self.is_linear(made)):
             return f"is a difference of {linear[0]}, of the shape {shape} in the source: only matrices are read"
         return made
 
     def _unknown(self, name: str) -> str:
+        for known in self._others:
+            if known.knows(name):
+                mixed = f"is named as in layout {known.name!r}, and most of the file as in {self._known.name!r}"
+                return f"{mixed}: give each a file of its own"
         named = next((c for start, c in COMPONENTS.items() if name.startswith(start)), self._component)
         other = f" (it is for {named}, and this is {self._component}: component= (--lora PART:FILE) leaves it out)"
         return "no module of this model" + (_LEFT_OUT if is_of(named, self._component) else other)
@@ -197,6 +209,7 @@ class _Known:
 
     def __init__(self, rules: FamilyRules, layout_: Layout, declared: Any):
         params, kind, end = layout.named(declared), rules.rules_in(layout_), ".weight"
+        self.name = layout_.name
         self._layers, self._missing = linear_layers(declared), missing_biases(declared)
         self.sources: dict[str, list[Piece]] = {}
         for piece in expand(kind, params, layout_.roots):
@@ -205,7 +218,8 @@ class _Known:
         self.pieces = {key.removesuffix(end): found for key, found in self.sources.items() if key.endswith(end)}
         self.shapes = {key: self.source_shapes[key + end] for key in self.pieces}
         self._add_xlabs()
-        self._underscored: Mapping[str, str] = {key.replace(".", "_"): key for key in self.pieces}
+        tensors = [name for key in self.sources for name in (key, key.rpartition(".")[0])]
+        self._underscored: Mapping[str, str] = {name.replace(".", "_"): name for name in (*tensors, *self.pieces)}
 
     def _add_xlabs(self) -> None:
         """XLabs' names beside the original ones, some of which are of the first rows of a module alone."""
@@ -221,15 +235,18 @@ class _Known:
 
     def module(self, name: str) -> str | None:
         """The module that a name of the file means, without the prefixes that trainers put before it."""
-        if "." not in name:
-            return self._underscored.get(without_underscores(name))
-        return next((bare for bare in without_prefix(name) if bare in self.pieces), None)
+        return next((bare for bare in self._names(name) if bare in self.pieces), None)
 
     def source(self, name: str, ends: tuple[str, ...]) -> str | None:
         """The tensor of the module of this name that ends so; with the end "" the tensor of this name."""
-        names = [self.module(name)] if "." not in name else [*without_prefix(name)]
-        keys = (f"{bare}.{end}" if end else bare for end in ends for bare in names if bare)
+        keys = (f"{bare}.{end}" if end else bare for end in ends for bare in self._names(name))
         return next((key for key in keys if key in self.sources), None)
+
+    def _names(self, name: str) -> list[str]:
+        """What a name of the file may mean here."""
+        if "." in name:
+            return [*without_prefix(name)]
+        return [self._underscored[bare] for bare in [without_underscores(name)] if bare in self._underscored]
 
     def bias_pieces(self, module: str) -> list[Piece]:
         """What the bias of a module would be that the layout has without one: the rows of its weight."""

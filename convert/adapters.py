@@ -44,7 +44,7 @@ import numpy as np
 
 from shardzoo.convert.adapter_keys import COMPONENTS, is_of, read_keys
 from shardzoo.convert.adapter_settings import read_settings
-from shardzoo.convert.adapter_targets import Addition, Targets
+from shardzoo.convert.adapter_targets import Addition, Targets, without_ones
 from shardzoo.convert.families import FAMILIES, rules_of
 from shardzoo.convert.names import batched_names
 from shardzoo.convert.rules import Piece
@@ -121,12 +121,11 @@ def read(
 
 
 def _pair(one: Addition, values: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """A and B; of a whole difference with the identity as the smaller one."""
-    b = values[one.b]
+    """A and B, as matrices; of a whole difference with the identity as the smaller one."""
+    out, into = without_ones(one.shape)
     if one.a is not None:
-        return values[one.a], b
-    out, into = one.shape
-    b = b.reshape(one.shape)
+        return values[one.a].reshape(-1, into), values[one.b].reshape(out, -1)
+    b = values[one.b].reshape(out, into)
     return (np.eye(into, dtype=np.float32), b) if into <= out else (b, np.eye(out, dtype=np.float32))
 
 
@@ -199,7 +198,7 @@ def _share(piece: Piece, layer: Linear, a: np.ndarray, b: np.ndarray) -> _Share:
     inputs = input_dims(layer)
     into = [at[dim][1] - at[dim][0] for dim in inputs]
     out = [stop - start for dim, (start, stop) in at.items() if dim not in (LAYER, *inputs)]
-    rows, columns = (slice(*ranges) for ranges in piece.take)
+    rows, columns = (slice(*ranges) for ranges in piece.take[:2])
     assert b[rows].shape[0] == math.prod(out) and a[:, columns].shape[1] == math.prod(into), piece
     rank = len(a)
     return _Share(at, a[:, columns].reshape(rank, *into), b[rows].reshape(*out, rank), piece.take[1])

@@ -200,6 +200,8 @@ def _other_layout(checkpoint: Checkpoint, layout: str | None) -> tuple[FamilyRul
             " it came in"
         )
     # Names before a comma stand for several layouts, which are of models of different sizes.
+    fitting = rules.layouts_of(checkpoint.config)
+    meant = [one for one in meant if one in fitting] or meant
     chosen = next((one for one in meant if not misfits(checkpoint, rules, one)), meant[0])
     return None if chosen.name == came else (rules, chosen)
 

@@ -28,6 +28,7 @@ class Layout:
         rules, ties, unused: its own, where it differs from the family's other layouts by more than roots; None for
             those of the `FamilyRules`.
         stem: what its files of weights are called, without part numbers and suffix.
+        fits: whether a model of this config is named so: names may say how many levels there are, or blocks.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Layout:
     ties: Mapping[str, str] | None = None
     unused: Mapping[str, str] | None = None
     stem: str = "model"
+    fits: Callable[[Any], bool] = lambda config: True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,6 +68,10 @@ class FamilyRules:
     read_config: Callable[[Mapping[str, Any], Mapping[str, TensorInfo]], Any]
     config_optional: bool = False
     write_config: Callable[[Any, str], Mapping[str, Any] | None] | None = None
+
+    def layouts_of(self, config: Any) -> tuple[Layout, ...]:
+        """The layouts that name a model of this config; all where none does."""
+        return tuple(one for one in self.layouts if one.fits(config)) or self.layouts
 
     def rules_in(self, layout: Layout) -> tuple[Rule, ...]:
         return self.rules if layout.rules is None else layout.rules

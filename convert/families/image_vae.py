@@ -135,7 +135,16 @@ def _layouts() -> Iterator[Layout]:
     yield Layout(name="diffusers", rules=_rules(_DIFFUSERS, list(range(max(LEVELS)))), stem="diffusion_pytorch_model")
     for levels in LEVELS:
         more = "" if levels == LEVELS[0] else f", {levels} levels"
-        yield Layout(name=f"original{more}", rules=_rules(_ORIGINAL, list(range(levels))[::-1]), stem="ae")
+
+        def fits(config: Config, levels: int = levels) -> bool:
+            return len(config.widths) == levels
+
+        yield Layout(
+            name=f"original{more}",
+            rules=_rules(_ORIGINAL, list(range(levels))[::-1]),
+            stem="ae",
+            fits=fits,
+        )
 
 
 LAYOUTS = tuple(_layouts())

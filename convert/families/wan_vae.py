@@ -146,12 +146,17 @@ _IN_ORIGINAL = {
 def _layouts() -> Iterator[Layout]:
     for blocks in BLOCKS:
         more = "" if blocks == BLOCKS[0] else f", blocks of {blocks}"
+
+        def fits(config: Config, blocks: int = blocks) -> bool:
+            return config.blocks == blocks
+
         yield Layout(
             name=f"diffusers{more}",
             rules=_rules(_DIFFUSERS, _IN_DIFFUSERS, blocks),
             stem="diffusion_pytorch_model",
+            fits=fits,
         )
-        yield Layout(name=f"original{more}", rules=_rules(_ORIGINAL, _IN_ORIGINAL, blocks))
+        yield Layout(name=f"original{more}", rules=_rules(_ORIGINAL, _IN_ORIGINAL, blocks), fits=fits)
 
 
 LAYOUTS = tuple(_layouts())

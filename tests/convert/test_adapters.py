@@ -4,15 +4,19 @@ import json
 
 import numpy as np
 import pytest
-from lora_files import diffusers_pairs, write_file, write_peft
+from lora_files import diffusers_pairs, with_adapter, write_file, write_peft
+from mesh_parity import harsh
 from safetensors.numpy import load_file, save_file
+from tiny_families import TINY
 from tiny_flux import CONFIG
 
 from shardzoo.convert import adapters as files
+from shardzoo.convert.families import FAMILIES, rules_of
 from shardzoo.convert.families.flux import FAMILY
-from shardzoo.convert.rules import expected
+from shardzoo.convert.rules import expand, expected
 from shardzoo.errors import InputError
 from shardzoo.zoo import adapters, clip_text, decoder, flux, layout, quantize
+from shardzoo.zoo.families import find_family
 from shardzoo.zoo.linears import linear_layers
 from shardzoo.zoo.mesh import make_mesh
 
@@ -99,6 +103,84 @@ def test_other_kinds_by_name(tmp_path, key, kind):
 def test_configs_that_say_something_else(tmp_path, changes, part):
     folder = write_peft(tmp_path / "style", pairs(), **changes)
     assert part in refusal(folder)
+
+
+def source_of(rules, layout_, declared):
+    """Key -> shape and pieces of the tensors of a layout."""
+    kind, params, pieces = rules.rules_in(layout_), layout.named(declared), {}
+    for piece in expand(kind, params, layout_.roots):
+        pieces.setdefault(piece.source, []).append(piece)
+    return {key: (want.shape, pieces[key]) for key, want in expected(kind, params, layout_.roots).items()}
+
+
+def in_leaves(values, deltas, sources):
+    """The leaves with what is added to the tensors of a source, by plain slices."""
+    new = {path: np.array(x) for path, x in layout.named(values).items()}
+    for key, delta in deltas.items():
+        for piece in sources[key][1]:
+            at, take = (tuple(slice(*ranges) for ranges in where) for where in (piece.at, piece.take))
+            new[piece.target][at] += delta[take].reshape(new[piece.target][at].shape)
+    return new
+
+
+@pytest.mark.parametrize("style", ["conv", "flat", "kohya", "full"])
+@pytest.mark.parametrize("family", ["clip-vision", "image-vae", "wan", "wan-vae"])
+def test_adapters_of_convolutions(tmp_path, family, style):
+    """Of all weights of more than two dims in the source, also of one pixel, which may be linear layers here."""
+    rules, declared, rng = rules_of(family), find_family(family).declare(TINY[family]), np.random.default_rng(0)
+    values = harsh(declared)
+    for layout_ in rules.layouts_of(declared.config):
+        tensors, deltas, sources = {}, {}, source_of(rules, layout_, declared)
+        for key in (key for key, (shape, _) in sources.items() if len(shape) > 2 and key.endswith(".weight")):
+            (out, *into), name = sources[key][0], key.removesuffix(".weight")
+            name = "lora_unet_" + name.replace(".", "_") if style == "kohya" else name
+            a, b = (rng.normal(size=n).astype(np.float32) for n in ((2, *into), (out, 2, *[1] * (len(into) - 1))))
+            deltas[key] = 0.75 * (b.reshape(out, 2) @ a.reshape(2, -1)).reshape(out, *into)
+            a, b = (a.reshape(2, -1), b.reshape(out, 2)) if style == "flat" else (a, b)
+            pair = {f"{name}.lora_down.weight": a, f"{name}.lora_up.weight": b, f"{name}.alpha": np.float32([3])}
+            tensors |= {f"{name}.diff": 2 * deltas[key]} if style == "full" else pair
+        assert len(tensors) > 0
+        save_file(tensors, tmp_path / "x.safetensors")
+        found = files.read(tmp_path / "x.safetensors", declared, strength=0.5)
+        want, got = in_leaves(values, deltas, sources), with_adapter(declared, values, found)
+        for path, leaf in want.items():
+            np.testing.assert_allclose(got[path], leaf, atol=1e-5, err_msg=f"{layout_.name}: {path}")
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_names_with_underscores_of_every_tensor(tmp_path, family):
+    """What is added to each tensor of every layout, by names in which underscores stand for points."""
+    rules, declared, rng = rules_of(family), find_family(family).declare(TINY[family]), np.random.default_rng(0)
+    values = harsh(declared)
+    for layout_ in rules.layouts_of(declared.config):
+        deltas, tensors, sources = {}, {}, source_of(rules, layout_, declared)
+        for key, (shape, _) in sources.items():
+            stem, _, end = key.rpartition(".")
+            part = {"weight": "diff", "scale": "diff", "bias": "diff_b", "modulation": "diff_m"}.get(end)
+            name = (key if part is None else stem).replace(".", "_")
+            deltas[key] = rng.normal(size=shape).astype(np.float32)
+            tensors[f"lora_unet_{name}.{part or 'diff'}"] = deltas[key]
+        save_file(tensors, tmp_path / "x.safetensors")
+        found = files.read(tmp_path / "x.safetensors", declared)
+        want, got = in_leaves(values, deltas, sources), with_adapter(declared, values, found)
+        for path, leaf in want.items():
+            np.testing.assert_allclose(got[path], leaf, atol=1e-5, err_msg=f"{layout_.name}: {path}")
+
+
+def test_names_of_two_layouts_are_told_apart(tmp_path):
+    path = write_file(tmp_path / "x.safetensors", pairs(), "diffusers")
+    a, b = np.ones((2, 96), np.float32), np.ones((96, 2), np.float32)
+    name = "diffusion_model.double_blocks.0.img_attn.proj"
+    save_file({**load_file(path), f"{name}.lora_down.weight": a, f"{name}.lora_up.weight": b}, path)
+    assert f"{name}: is named as in layout 'original', and most of the file as in 'diffusers'" in refusal(path)
+
+
+def test_an_a_without_dims(tmp_path):
+    name = "patch_embedding"
+    tensors = {f"{name}.lora_down.weight": np.array(1.0, np.float32), f"{name}.lora_up.weight": np.ones(64, "f4")}
+    save_file(tensors, tmp_path / "x.safetensors")
+    with pytest.raises(InputError, match=r"A and B have the shapes \(\) and \(64,\)"):
+        files.read(tmp_path / "x.safetensors", find_family("wan").declare(TINY["wan"]))
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
