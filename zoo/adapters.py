@@ -19,6 +19,9 @@ To train adapters, take the gradient of what `trainable` chooses:
     chosen, rest = eqx.partition(model, adapters.trainable(model))
     grads = jax.grad(lambda chosen: loss(eqx.combine(chosen, rest)))(chosen)
 
+That is A and B; `differences=True` has it choose what is added to other leaves as well, such as biases that were
+trained beside B. By patterns, as `training.make_step` takes them, these are "*.lora.*.[ab]" and "*.diff.*.value".
+
 A layer without an adapter in a stack that has them, and ranks below the highest of a stack, are zeros in A and in B,
 whose gradients are zero too.
 """
@@ -26,7 +29,7 @@ whose gradients are zero too.
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -58,6 +61,8 @@ from shardzoo.zoo.weights import Adapted, Lora, Quantized, Weight, declared_base
 RANK = "rank"
 Part = TypeVar("Part", Lora, Difference)  # what an adapter has beside one leaf
 _UNFIT = "adapters do not fit this model"
+_FACTORS = {("lora", "a"), ("lora", "b")}  # where adapters lie and what they are called there
+_VALUES = {("diff", "value")}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -306,6 +311,10 @@ def names(tree: Any) -> list[str]:
     return list(dict.fromkeys(name for parts in found for name in parts))
 
 
+def _unknown(absent: Iterable[str], known: Sequence[str]) -> list[str]:
+    return [f"{name!r}: there is no such adapter, but {', '.join(known) or 'none'}" for name in absent]
+
+
 def set_strengths(model: layout.Tree, strengths: Mapping[str, float]) -> layout.Tree:
     """The live model with some adapters at another strength; what was compiled for it stays good.
 
@@ -313,12 +322,9 @@ def set_strengths(model: layout.Tree, strengths: Mapping[str, float]) -> layout.
         InputError: no adapter of such a name; strengths that are no numbers.
     """
     known = names(model)
-    problems = [
-        f"{n!r}: there is no such adapter, but {', '.join(known) or 'none'}" for n in strengths if n not in known
-    ]
-    fail_if(
-        problems + [p for n, value in strengths.items() for p in _strength_problems(n, value)], "adapters.set_strengths"
-    )
+    problems = _unknown((n for n in strengths if n not in known), known)
+    problems += [p for n, value in strengths.items() for p in _strength_problems(n, value)]
+    fail_if(problems, "adapters.set_strengths")
 
     def at(parts: Mapping[str, Part]) -> dict[str, Part]:
         return {n: _at_strength(part, strengths[n]) if n in strengths else part for n, part in parts.items()}
@@ -351,12 +357,26 @@ def detach(declared: layout.Tree, model: layout.Tree) -> tuple[layout.Tree, layo
     return _each(declared, _base, _base), _each(model, _base, _base)
 
 
-def trainable(model: layout.Tree) -> layout.Tree:
-    """True at A and B of every adapter, False at all other leaves: for `equinox.partition`."""
+def trainable(model: layout.Tree, only: Collection[str] | None = None, *, differences: bool = False) -> layout.Tree:
+    """True at A and B of adapters, False at all other leaves: for `equinox.partition`.
+
+    Args:
+        model: declared or live.
+        only: names of the adapters; None is all.
+        differences: True as well at what adapters add to other leaves, which is as large as these are.
+
+    Raises:
+        InputError: no adapter of such a name.
+    """
+    known = names(model)
+    chosen = set(known if only is None else [only] if isinstance(only, str) else only)
+    fail_if(_unknown(chosen - {*known}, known), "adapters.trainable")
 
     def one(path: Any, _: Any) -> bool:
         parts = jax.tree_util.keystr(path, simple=True, separator=".").split(".")
-        return len(parts) > 3 and parts[-3] == "lora" and parts[-1] in ("a", "b")
+        if len(parts) < 4 or parts[-2] not in chosen:
+            return False
+        return (parts[-3], parts[-1]) in (_FACTORS | _VALUES if differences else _FACTORS)
 
     return jax.tree.map_with_path(one, model)
 

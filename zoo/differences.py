@@ -5,6 +5,7 @@ whole differences beside them. These are added up where a block's weights are ma
 `layout.gather_at_rest`: layers get one array and need know nothing of it, and a bias is added once wherever that is.
 """
 
+import re
 from typing import Any
 
 import equinox as eqx
@@ -59,6 +60,12 @@ def is_shifted(node: Any) -> bool:
 
 def has_shifted(tree: Any) -> bool:
     return any(map(is_shifted, jax.tree.leaves(tree, is_leaf=is_shifted)))
+
+
+def without_gradient(path: str, leaf: Any) -> bool:
+    """Whether a declared leaf has none: whole numbers, quantized values, an adapter's ratio and strength."""
+    value = re.fullmatch(r".*\.diff\.[^.]+\.value", path)
+    return not jnp.issubdtype(leaf.dtype, np.floating) or (leaf.fixed and value is None)
 
 
 def added_up(leaf: Shifted) -> Shaped[Array, "..."]:

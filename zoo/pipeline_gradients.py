@@ -30,6 +30,7 @@ from jaxtyping import Array, Bool, Float, Int, jaxtyped
 from shardzoo.errors import fail_if
 from shardzoo.kernels.flash_attention.options import manual_axes, varying_like, varying_over
 from shardzoo.zoo import layout, pipeline
+from shardzoo.zoo.differences import is_shifted, without_gradient
 from shardzoo.zoo.language_model import Host, Problems, pad, seq_ways_of
 from shardzoo.zoo.layers import Residual
 from shardzoo.zoo.mesh import CONTEXT, DATA, PIPE, VOCAB
@@ -268,7 +269,10 @@ def gradients(
     over = x.manual_axis_type.varying
     # Weights that are equal on devices with other rows: their gradients are summed once, at the end.
     ends, pull_ends = split_vjp(
-        lambda m: varying_over(layout.gather_at_rest(m, declared_ends), over), given, wanted_ends
+        lambda m: varying_over(layout.gather_at_rest(m, declared_ends), over),
+        given,
+        wanted_ends,
+        jax.tree.map(lambda w: any(jax.tree.leaves(w)), wanted_ends, is_leaf=is_shifted),  # which are added up there
     )
     blocks, pull_blocks = split_vjp(lambda m: varying_over(m, over | {PIPE}), stacks, wanted_stacks)
     nothing = varying_over(jnp.zeros(x.shape, x.dtype), over | {PIPE})
@@ -293,12 +297,17 @@ def total(carry: Carry) -> Float[Array, ""]:
     return lax.psum(jnp.where(lax.axis_index(same) == 0, loss, 0) if same else loss, (DATA, CONTEXT, *same))
 
 
-def split_vjp(change: Callable[[Tree], Tree], tree: Tree, wanted: Any) -> tuple[tuple[Tree, Tree], Callable]:
-    """`change(tree)`, its wanted leaves and the others apart, and the pullback of the former to those of `tree`."""
+def split_vjp(
+    change: Callable[[Tree], Tree], tree: Tree, wanted: Any, changed: Any = None
+) -> tuple[tuple[Tree, Tree], Callable]:
+    """`change(tree)`, its wanted leaves and the others apart, and the pullback of the former to those of `tree`.
+
+    `changed` says which leaves of `change(tree)` come from wanted ones, where it has others than `tree`.
+    """
     chosen, fixed = eqx.partition(tree, wanted)
 
     def run(chosen: Tree) -> tuple[Tree, Tree]:
-        return eqx.partition(change(eqx.combine(chosen, fixed)), wanted)
+        return eqx.partition(change(eqx.combine(chosen, fixed)), wanted if changed is None else changed)
 
     chosen, pull, fixed = jax.vjp(run, chosen, has_aux=True)
     return (chosen, fixed), pull
@@ -356,14 +365,14 @@ def loss_and_grad(
             and devices are summed.
         trainable: patterns of the paths of the leaves that a gradient is wanted of, as `training.make_step` takes them;
             None is all. The others have None for theirs. "*.lora.*.[ab]" are those of adapters, as beside quantized
-            weights, which have no gradient.
+            weights, which have no gradient, and "*.diff.*.value" what adapters add to other leaves.
 
     Raises:
         InputError: weights without a gradient among the trainable ones; a pattern that matches no leaf.
     """
     trained = trainable_part(declared, trainable)
     chosen = layout.named(trained)
-    fixed = [p for p, q in chosen.items() if not jnp.issubdtype(q.dtype, np.floating) or q.fixed]
+    fixed = [path for path, param in chosen.items() if without_gradient(path, param)]
     problem = f"{', '.join(fixed[:3])}: have no gradient (quantized, or fixed)"
     fail_if([f"{problem}: pass trainable= without them, as '*.lora.*.[ab]'"] if fixed else [], what)
     wanted = jax.tree.unflatten(jax.tree.structure(declared), [path in chosen for path in layout.named(declared)])

@@ -41,6 +41,7 @@ from jaxtyping import Array, Float
 
 from shardzoo.errors import fail_if
 from shardzoo.zoo import layout, optimizer_state
+from shardzoo.zoo.differences import without_gradient
 from shardzoo.zoo.optimizer_state import trainable_part
 
 
@@ -84,7 +85,7 @@ def make_step(
         optimizer: of optax, or what has its interface. `optax.clip_by_global_norm` takes the norm over the whole mesh,
             since gradients are global arrays.
         trainable: patterns of the paths of the leaves that are trained, as `optimizer_state.declare` takes them; None
-            is all. "*.lora.*.[ab]" are those of adapters.
+            is all. "*.lora.*.[ab]" are those of adapters, "*.diff.*.value" what these add to other leaves.
 
     Raises:
         InputError: leaves to be trained that hold whole numbers or quantized values; a pattern that matches no leaf.
@@ -115,7 +116,7 @@ def make_update(
     whole = [
         f"{path}: {param.dtype} has no gradient"
         for path, param in layout.named(trainable_part(declared, patterns)).items()
-        if not jnp.issubdtype(param.dtype, np.floating) or param.fixed
+        if without_gradient(path, param)
     ]
     fail_if(whole, "make_step: pass trainable= without these leaves")
 

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from safetensors.numpy import save_file
 
-from shardzoo.zoo import layout
-from shardzoo.zoo.adapters import is_blocked
+from shardzoo.zoo import adapters, layout
+from shardzoo.zoo.adapters import Adapter, Factors, is_blocked
 from shardzoo.zoo.linears import input_dims, linear_layers
 
 RANK, ALPHA = 3, 5.0
@@ -99,6 +99,25 @@ def added(model, deltas):
     with torch.no_grad():
         for name, delta in deltas.items():
             model.get_parameter(f"{name}.weight").add_(torch.tensor(delta))
+
+
+def made(declared, name, rank, seed=0, strength=0.8, only=""):
+    """An adapter with random factors for every linear layer."""
+    rng = np.random.default_rng(seed)
+
+    def draw(shape):
+        return np.asarray(0.3 * rng.normal(size=shape), np.float32)
+
+    factors = {}
+    for path, layer in linear_layers(declared).items():
+        lora = adapters.declare_lora(layer, rank)
+        if only in path:
+            factors[path] = Factors(
+                a=draw(lora.a.shape),
+                b=draw(lora.b.shape),
+                ratio=np.asarray(np.abs(draw(lora.ratio.shape)) + 0.5, np.float32),
+            )
+    return Adapter(name=name, strength=strength, factors=factors)
 
 
 def product(layer, factors):

@@ -8,33 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from lora_files import made
 from mesh_parity import assert_close, harsh
 from tiny_flux import CONFIG, COTANGENT, GIVEN, call, collectives, result
 
 from shardzoo.errors import InputError
 from shardzoo.zoo import adapters, flux, layout, quantize
 from shardzoo.zoo.adapters import Adapter, Factors
-from shardzoo.zoo.linears import linear_layers
 from shardzoo.zoo.mesh import Degrees, make_mesh
-
-
-def made(declared, name, rank, seed=0, strength=0.8, only=""):
-    """An adapter with random factors for every linear layer."""
-    rng = np.random.default_rng(seed)
-
-    def draw(shape):
-        return np.asarray(0.3 * rng.normal(size=shape), np.float32)
-
-    factors = {}
-    for path, layer in linear_layers(declared).items():
-        lora = adapters.declare_lora(layer, rank)
-        if only in path:
-            factors[path] = Factors(
-                a=draw(lora.a.shape),
-                b=draw(lora.b.shape),
-                ratio=np.asarray(np.abs(draw(lora.ratio.shape)) + 0.5, np.float32),
-            )
-    return Adapter(name=name, strength=strength, factors=factors)
 
 
 def run(degrees, at_rest=None, host=False, kind=None, **options):

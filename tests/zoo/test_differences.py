@@ -2,16 +2,19 @@
 
 import dataclasses
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from lora_files import made
 from mesh_parity import harsh
 from tiny_families import SIZES, TINY
 
 from shardzoo import checkpoints
 from shardzoo.errors import InputError
-from shardzoo.zoo import adapters, decoder, layout
+from shardzoo.zoo import adapters, decoder, layout, losses, training
 from shardzoo.zoo.adapters import Adapter
 from shardzoo.zoo.families import MODULES, find_family
 from shardzoo.zoo.generate import complete
@@ -147,6 +150,36 @@ def test_generation_step_by_step(both):
     want = complete(declared, one, whole, prompts, max_new_tokens=6)
     assert complete(new, mesh, model, prompts, max_new_tokens=6) == want
     assert complete(declared, one, layout.place(declared, one, harsh(declared)), prompts, max_new_tokens=6) != want
+
+
+def test_gradients_of_differences_when_asked_for(both):
+    """On a mesh, by autodiff and by 1F1B: those of the leaves that they are added to, times the strength."""
+    declared, added, _ = both
+    loaded = [style(added), dataclasses.replace(made(declared, "other", 2, only="attn.q"), strength=0.3)]
+    mesh, new, model = attached(declared, dict(pipe=2, tensor=2), loaded)
+    values = {f"{path}.diff.style.value" for path in added}
+    assert {p for p, on in layout.named(adapters.trainable(new, differences=True)).items() if on} == {
+        *values, "blocks.attn.q.weight.lora.other.a", "blocks.attn.q.weight.lora.other.b"
+    }  # fmt: skip
+    assert not any(layout.named(adapters.trainable(model, "style")).values())
+    with pytest.raises(InputError, match="'none': there is no such adapter, but other, style"):
+        adapters.trainable(model, ["none"])
+    chosen, rest = eqx.partition(model, lambda leaf: jnp.issubdtype(leaf.dtype, jnp.floating))
+    f, given = decoder.forward(new, mesh), losses.next_tokens(jnp.asarray(TOKENS))
+    loss = jax.jit(jax.grad(lambda chosen: losses.cross_entropy(f(eqx.combine(chosen, rest), TOKENS), *given)))
+    want = layout.named(loss(chosen))
+    for path in added:
+        np.testing.assert_allclose(
+            want[f"{path}.diff.style.value"], 0.5 * want[f"{path}.base"], rtol=1e-4, atol=1e-7, err_msg=path
+        )
+    step = jax.jit(decoder.loss_and_grad(new, mesh, trainable="*.diff.*.value", microbatches=2))
+    got = layout.named(step(model, TOKENS, *given)[1])
+    assert got.keys() == values
+    for path, grad in got.items():
+        np.testing.assert_allclose(grad, want[path], rtol=1e-4, atol=1e-6, err_msg=path)
+    training.make_step(lambda model: 0.0, optax.sgd(1.0), new, mesh, trainable="*.diff.*.value")
+    with pytest.raises(InputError, match=r"norm\.weight\.diff\.style\.strength: float32 has no gradient"):
+        training.make_step(lambda model: 0.0, optax.sgd(1.0), new, mesh, trainable="norm.weight.diff.*")
 
 
 def test_what_does_not_fit(both):
