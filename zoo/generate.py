@@ -25,9 +25,8 @@ import jax.numpy as jnp
 import numpy as np
 from beartype import beartype
 from jax import P, lax
-from jax.experimental.multihost_utils import process_allgather
 from jax.sharding import AbstractMesh, Mesh
-from jaxtyping import Array, Bool, Float, Int, Key, jaxtyped
+from jaxtyping import Array, Bool, Float, Int, Key, UInt32, jaxtyped
 
 from shardzoo.errors import InputError, fail_if
 from shardzoo.kernels.flash_attention.options import varying_over
@@ -39,11 +38,14 @@ from shardzoo.zoo.decoder_model import Config, Decoder, window_of
 from shardzoo.zoo.dtypes import float_dtype
 from shardzoo.zoo.in_place import block_at
 from shardzoo.zoo.language_model import Host, no_tokens, pad, sequence_positions
-from shardzoo.zoo.mesh import CONTEXT, DATA, KV, PIPE, VOCAB
+from shardzoo.zoo.mesh import CONTEXT, DATA, KV, PIPE, VOCAB, on_host
 from shardzoo.zoo.next_token import Sampling, choose
 from shardzoo.zoo.rope import rotary
 
-Prompts = Sequence[Sequence[int] | np.ndarray] | np.ndarray  # the tokens of each
+Prompts = Sequence[Sequence[int] | np.ndarray | Array] | np.ndarray | Array  # the tokens of each
+Whole = int | np.integer
+Number = float | int | np.floating | np.integer
+AnyKey = Key[Array, ""] | UInt32[Host, "words"]  # those of jax.random.PRNGKey are whole numbers
 
 
 class State(NamedTuple):
@@ -288,9 +290,19 @@ class _Programs:
         return f(model, state, key, stop_ids, until)
 
 
-def _arrays(tokens: Host, lengths: Host, key: Array | None, stop_ids: Sequence[int]) -> tuple[Array, ...]:
-    key = jax.random.key(0) if key is None else key
-    return jnp.asarray(tokens, jnp.int32), jnp.asarray(lengths, jnp.int32), key, jnp.asarray(stop_ids, jnp.int32)
+def _sampling(temperature: Number, top_k: Whole | None, top_p: Number | None) -> Sampling:
+    """With Python's numbers, whose dtype no other gives way to."""
+    return Sampling(
+        temperature=float(temperature),
+        top_k=None if top_k is None else int(top_k),
+        top_p=None if top_p is None else float(top_p),
+    )
+
+
+def _arrays(tokens: Host, lengths: Host, key: Host | None, stop_ids: Any) -> tuple[Array, ...]:
+    noise: Any = jax.random.key(0) if key is None else key
+    noise = noise if jnp.issubdtype(noise.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(noise)
+    return jnp.asarray(tokens, jnp.int32), jnp.asarray(lengths, jnp.int32), noise, jnp.asarray(stop_ids, jnp.int32)
 
 
 def _beside(engine: Engine, given: Mapping[str, Host] | None) -> dict[str, Array]:
@@ -301,27 +313,27 @@ def _beside(engine: Engine, given: Mapping[str, Host] | None) -> dict[str, Array
     return {name: jnp.asarray(value) for name, value in (given or {}).items()}
 
 
-def on_host(x: Array) -> np.ndarray:
-    """The whole of x in every process, also when the rows of other processes are not here."""
-    return np.asarray(x) if x.is_fully_addressable else np.asarray(process_allgather(x, tiled=True))
-
-
-def _check(max_new_tokens: int) -> None:
+def _check(max_new_tokens: Whole) -> None:
     if max_new_tokens < 1:
         raise InputError(f"generate: max_new_tokens={max_new_tokens} is not at least 1: change it")
 
 
-def _wrong_prompts(tokens: Host, lengths: Host) -> Iterator[str]:
+def _wrong_prompts(tokens: Host, lengths: Host, vocab: int) -> Iterator[str]:
     """What is wrong with prompts that are known now, as those of a jitted caller are not."""
     yield from no_tokens(tokens)
     if isinstance(lengths, np.ndarray):
         outside = [int(n) for n in lengths if not 0 <= n <= tokens.shape[1]]
         if outside:
             yield f"lengths: {outside[:5]} are not in 0 ... {tokens.shape[1]} (seq): give the lengths of the prompts"
+        elif isinstance(tokens, np.ndarray):
+            inside = tokens[np.arange(tokens.shape[1]) < lengths[:, None]]
+            wrong = sorted({*inside[(inside < 0) | (inside >= vocab)].tolist()})
+            if wrong:
+                yield f"tokens: {wrong[:5]} are not in 0 ... {vocab - 1} (vocab): check them"
 
 
 def generate(
-    declared: eqx.Module, mesh: Mesh | AbstractMesh, *, dtype: Any = None, engine: Engine = DECODER
+    declared: Any, mesh: Mesh | AbstractMesh, *, dtype: Any = None, engine: Engine = DECODER
 ) -> Callable[..., tuple[Int[Array, "batch new"], Int[Array, " batch"]]]:
     """The function `run(model, tokens, lengths, *, max_new_tokens, temperature, top_k, top_p, key, stop_ids, beside)`.
 
@@ -359,25 +371,25 @@ def generate(
         tokens: Int[Host, "batch seq"],
         lengths: Int[Host, " batch"],
         *,
-        max_new_tokens: int,
-        temperature: float | int = 0.0,
-        top_k: int | None = None,
-        top_p: float | int | None = None,
-        key: Key[Array, ""] | None = None,
-        stop_ids: Sequence[int] = (),
+        max_new_tokens: Whole,
+        temperature: Number = 0.0,
+        top_k: Whole | None = None,
+        top_p: Number | None = None,
+        key: AnyKey | None = None,
+        stop_ids: Sequence[Whole] | Int[Host, " stops"] = (),
         beside: Mapping[str, Host] | None = None,
     ) -> tuple[Int[Array, "batch new"], Int[Array, " batch"]]:
         _check(max_new_tokens)
-        fail_if(_wrong_prompts(tokens, lengths), "generate")
-        sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
+        fail_if(_wrong_prompts(tokens, lengths, declared.config.vocab), "generate")
+        new, sampling = int(max_new_tokens), _sampling(temperature, top_k, top_p)
         given = (*_arrays(tokens, lengths, key, stop_ids), _beside(engine, beside))
-        return whole(model, *given, sampling=sampling, new=max_new_tokens)
+        return whole(model, *given, sampling=sampling, new=new)
 
     return run
 
 
 def stream(
-    declared: eqx.Module, mesh: Mesh, *, dtype: Any = None, chunk: int = 8, engine: Engine = DECODER
+    declared: Any, mesh: Mesh, *, dtype: Any = None, chunk: int = 8, engine: Engine = DECODER
 ) -> Callable[..., Iterator[tuple[np.ndarray, np.ndarray]]]:
     """As `generate`, but `run` yields (new tokens (batch, up to `chunk`), total lengths so far (batch,)) as they come.
 
@@ -395,28 +407,28 @@ def stream(
         tokens: Int[Host, "batch seq"],
         lengths: Int[Host, " batch"],
         *,
-        max_new_tokens: int,
-        temperature: float | int = 0.0,
-        top_k: int | None = None,
-        top_p: float | int | None = None,
-        key: Key[Array, ""] | None = None,
-        stop_ids: Sequence[int] = (),
+        max_new_tokens: Whole,
+        temperature: Number = 0.0,
+        top_k: Whole | None = None,
+        top_p: Number | None = None,
+        key: AnyKey | None = None,
+        stop_ids: Sequence[Whole] | Int[Host, " stops"] = (),
         beside: Mapping[str, Host] | None = None,
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         _check(max_new_tokens)
-        fail_if(_wrong_prompts(tokens, lengths), "generate")
-        sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
+        fail_if(_wrong_prompts(tokens, lengths, declared.config.vocab), "generate")
+        new, sampling = int(max_new_tokens), _sampling(temperature, top_k, top_p)
         prompts, sizes, key, stops = _arrays(tokens, lengths, key, stop_ids)
         given = _beside(engine, beside)
-        state = start(model, prompts, sizes, key, stops, given, sampling=sampling, new=max_new_tokens)
+        state = start(model, prompts, sizes, key, stops, given, sampling=sampling, new=new)
         shown, batch = 0, len(tokens)
         while True:
             step, running = int(state.step), bool(state.running)
             yield on_host(state.tokens)[:batch, shown:step], on_host(state.lengths)[:batch]
             shown = step
-            if not running or step >= max_new_tokens:
+            if not running or step >= new:
                 return
-            until = jnp.int32(min(step + chunk, max_new_tokens))
+            until = jnp.int32(min(step + chunk, new))
             state = advance(model, state, key, stops, until, sampling=sampling)
 
     return run
@@ -447,8 +459,8 @@ def complete(
     model: eqx.Module,
     prompts: Prompts,
     *,
-    max_new_tokens: int,
-    stop_ids: Sequence[int] = (),
+    max_new_tokens: Whole,
+    stop_ids: Sequence[Whole] | Int[Host, " stops"] = (),
     dtype: Any = None,
     engine: Engine = DECODER,
     **options: Any,
@@ -461,8 +473,10 @@ def complete(
         InputError: as `generate`; an empty prompt, a token outside the vocabulary, or a prompt that leaves less than
             `max_new_tokens` of the model's positions.
     """
+    prompts = [np.asarray(prompt) if isinstance(prompt, Array) else prompt for prompt in prompts]
+    stop_ids = [int(token) for token in stop_ids]
     check_prompts(declared.config, prompts, max_new_tokens)
-    if not len(prompts):
+    if not prompts:
         return []
     lengths = np.array([len(p) for p in prompts], np.int32)
     tokens = np.zeros((len(prompts), int(lengths.max())), np.int32)
@@ -484,7 +498,7 @@ class Limits(Protocol):
     def max_positions(self) -> int: ...
 
 
-def check_prompts(config: Limits, prompts: Prompts, max_new_tokens: int) -> None:
+def check_prompts(config: Limits, prompts: Prompts, max_new_tokens: Whole) -> None:
     """Raises `InputError` naming every prompt that `complete` would refuse; needs no weights."""
     _check(max_new_tokens)
     problems = []

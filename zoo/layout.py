@@ -15,9 +15,10 @@ collective, and every other part of the project takes it from here.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, TypeVar
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,7 +31,7 @@ from shardzoo.errors import InputError, fail_if
 from shardzoo.kernels.flash_attention.options import manual_axes, varying_over
 from shardzoo.zoo.differences import added_up, has_shifted, is_shifted
 from shardzoo.zoo.dtypes import float_dtype
-from shardzoo.zoo.mesh import KV, PIPE, REP, Degrees, kv_problem, traced_platform
+from shardzoo.zoo.mesh import AXES, KV, PIPE, REP, Degrees, kv_problem, traced_platform
 
 FLOAT32 = np.dtype("float32")
 LAYER = "layer"  # the leading dim of stacked blocks
@@ -116,20 +117,45 @@ def sharded(f: Callable[..., Any], mesh: Mesh | AbstractMesh, in_specs: Any, out
 
     Arrays of fewer dims are broadcast in `f` also for callers whose own code must not (`jax_numpy_rank_promotion`).
     Called outside of any transformation it is compiled whole: JAX cannot run attention's rule of differentiation in a
-    `shard_map` step by step.
+    `shard_map` step by step. A caller's own `shard_map` over other axes of the mesh may be round a
+    forward pass; JAX 0.10 cannot lower a gradient there.
+
+    Raises:
+        InputError: it is called in a `shard_map` over an axis that models split; the first array is a model of another
+            form than its specs, such as one with adapters.
     """
 
     def one_device(*arrays: Any) -> Any:
         with jax.numpy_rank_promotion("allow"):
             return f(*arrays)
 
-    mapped = jax.shard_map(one_device, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True)
+    around = jax.sharding.get_abstract_mesh()
+    ours = [axis for axis in AXES if axis in around.manual_axes]
+    if ours:
+        raise InputError(
+            f"shard_map: this was called in one over {', '.join(ours)}, which models split by themselves: call it"
+            " outside of that, or name other axes in yours (axis_names=)"
+        )
+    over: dict[str, Any] = {"mesh": around, "axis_names": {*AXES}} if around.manual_axes else {"mesh": mesh}
+    mapped = jax.shard_map(one_device, **over, in_specs=in_specs, out_specs=out_specs, check_vma=True)
 
     def run(*arrays: Any) -> Any:
+        fail_if(_of_another_form(in_specs[0], arrays[0]), "model")
         traced = any(isinstance(leaf, jax.core.Tracer) and not _forward(leaf) for leaf in jax.tree.leaves(arrays))
         return (mapped if traced else jax.jit(mapped))(*arrays)
 
     return run
+
+
+def _of_another_form(specs: Any, model: Any) -> Iterator[str]:
+    """How a live model is not of its declaration's form, where these are a model's specs."""
+    if not isinstance(specs, eqx.Module):
+        return
+    wanted, there = set(named(specs)), set(named(model))
+    for paths, what in ((there - wanted, "is not declared"), (wanted - there, "is declared, and the model has none")):
+        if paths:
+            hint = "take declaration and model that came together, as of adapters.attach, quantize or restore"
+            yield f"{_some(sorted(paths))} {what}: {hint}"
 
 
 def _forward(leaf: Any) -> bool:
@@ -169,11 +195,15 @@ def place(declared: Tree, mesh: Mesh, values: Tree) -> Tree:
     """The live filling from host arrays (each process holds all of them): for small models and tests.
 
     Raises:
-        InputError: the mesh does not fit the declaration; an array of another shape.
+        InputError: the mesh does not fit the declaration; an array of another shape, or of whole numbers where others
+            are declared.
     """
     audit(declared, mesh)
 
     def one(param: Param, value: Any) -> Array:
+        whole = not jax.numpy.issubdtype(value.dtype, np.inexact)
+        if whole and jax.numpy.issubdtype(param.dtype, np.inexact):
+            raise InputError(f"place: {param.dims} is of {value.dtype}, declared {param.dtype}: cast it")
         if tuple(value.shape) != param.shape:
             raise InputError(f"place: {param.dims} has shape {value.shape}, declared {param.shape}: pass that shape")
         host, sharding = np.asarray(value), param.sharding(mesh)

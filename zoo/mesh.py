@@ -14,15 +14,21 @@ without a copy of its weights in storage.
 
 import dataclasses
 import math
+import operator
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 
 import jax
+import numpy as np
+from jax.experimental.multihost_utils import process_allgather
 from jax.sharding import AxisType, Mesh
+from jaxtyping import Array, Shaped
 
 from shardzoo.errors import InputError
 
 DATA, PIPE, CONTEXT, KV, REP = AXES = ("data", "pipe", "context", "kv", "rep")
 TP = (KV, REP)
+MOST_NAMED = 8  # degrees in a message
 VOCAB = (PIPE, *TP)  # what splits the tables of a model whose layers are split over `pipe`
 
 
@@ -43,8 +49,11 @@ class Degrees:
     def __post_init__(self):
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            if value is None:
+                continue
+            if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
                 raise InputError(f"mesh: {field.name}={value!r} is not a whole number of at least 1: change it")
+            object.__setattr__(self, field.name, operator.index(value))  # also of numpy's whole numbers
 
     @property
     def kv(self) -> int:
@@ -137,7 +146,9 @@ def kv_problem(dim: str, size: int, tensor: int) -> str | None:
     """
     if size % tensor == 0 or tensor % size == 0:
         return None
-    fits = [t for t in range(1, max(2 * size, tensor) + 1) if size % t == 0 or t % size == 0]
+    fits = [t for t in range(1, size) if size % t == 0]
+    multiples = range(size, max(2 * size, tensor) + 1, size)
+    fits += multiples if len(multiples) <= MOST_NAMED else multiples[-2:]  # the nearest are of most use
     return (
         f"{dim}={size} does not divide by tensor={tensor}, nor is tensor={tensor} a multiple of it:"
         f" use tensor={', '.join(map(str, fits))}"
@@ -151,3 +162,8 @@ def traced_platform() -> str | None:
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
     return None if device is None else device.platform
+
+
+def on_host(x: Shaped[Array, "*shape"]) -> Shaped[np.ndarray, "*shape"]:
+    """The whole of x in every process, also where some of it lies with other processes."""
+    return np.asarray(x) if x.is_fully_addressable else np.asarray(process_allgather(x, tiled=True))

@@ -148,9 +148,22 @@ def test_wide_numbers_and_whole_ones_and_prompts_of_arrays(step_by_step):
         assert choose(logits, Sampling(temperature=cold), jax.random.key(0), jnp.array([0]), jnp.int32(0)) == 1
 
 
+def test_numpys_numbers_arrays_of_jax_and_keys_of_the_old_kind(step_by_step, sampled):
+    declared, mesh, model = live({})
+    prompts = [jnp.asarray(row[:n]) for row, n in zip(TOKENS, LENGTHS, strict=True)]
+    assert complete(declared, mesh, model, prompts, max_new_tokens=np.int64(NEW)) == step_by_step
+    options = dict(temperature=np.float32(1.5), top_k=np.int64(50), top_p=np.float64(0.95), stop_ids=np.array([240]))
+    for key in (jax.random.PRNGKey(3), np.asarray(jax.random.PRNGKey(3))):
+        found, _ = generate(declared, mesh)(model, TOKENS, LENGTHS, max_new_tokens=np.int32(NEW), key=key, **options)
+        np.testing.assert_array_equal(found, sampled)
+
+
 def test_refusals():
     declared, mesh, model = live({})
     run = generate(declared, mesh)
+    outside = np.concatenate([[[240, -1]], TOKENS[:1]], axis=1)
+    with pytest.raises(InputError, match=r"tokens: \[-1, 240\] are not in 0 ... 239 \(vocab\)"):
+        run(model, outside, LENGTHS[:1], max_new_tokens=1)
     with pytest.raises(InputError, match="tokens: 3 rows of 0 are none"):
         run(model, TOKENS[:, :0], LENGTHS, max_new_tokens=1)
     with pytest.raises(InputError, match=r"lengths: \[-1, 20\] are not in 0 ... 19 \(seq\)"):

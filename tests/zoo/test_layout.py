@@ -10,9 +10,12 @@ import numpy as np
 import pytest
 from jax import P
 from jax.sharding import AbstractMesh, AxisType
+from lora_files import made
+from mesh_parity import harsh
+from tiny_families import TINY
 
 from shardzoo.errors import InputError
-from shardzoo.zoo import layout
+from shardzoo.zoo import adapters, decoder, layout
 from shardzoo.zoo.layout import Param, audit, misfits, named, split_at_rest, stack, with_kv
 from shardzoo.zoo.mesh import AXES, TP, Degrees, make_mesh
 
@@ -188,3 +191,33 @@ def test_forward_mode_outside_of_jit():
     np.testing.assert_array_equal(jax.jvp(total(lambda x, w: (x, w)), (x, x), (x, 0 * x))[1], x * x)
     with pytest.raises(TypeError, match="can't apply forward-mode"):
         jax.jvp(total(layout.in_turn), (x, x), (x, x))
+
+
+def test_a_model_of_another_form_than_declared_is_refused():
+    declared, mesh = decoder.declare(dataclasses.replace(TINY["decoder"], layers=2)), make_mesh()
+    live, tokens = layout.place(declared, mesh, harsh(declared)), np.ones((1, 3), int)
+    new, model = adapters.attach(declared, live, mesh, [made(declared, "style", 2, only="attn.q")])
+    with pytest.raises(InputError, match=r"q\.weight\.base, .* is not declared: take declaration and model that"):
+        decoder.forward(declared, mesh)(model, tokens)
+    with pytest.raises(InputError, match=r"lora\.style\.b and 2 more is declared, and the model has none"):
+        decoder.forward(new, mesh)(live, tokens)
+    with pytest.raises(InputError, match="place: vocab embed is of int64, declared float32: cast it"):
+        layout.place(declared, mesh, jax.tree.map(lambda x: np.asarray(x).astype(int), harsh(declared)))
+
+
+def test_inside_of_a_shard_map_over_another_axis():
+    """A model's forward pass there is that of its rows; over an axis that models split it is refused."""
+    shape = (2, 1, 1, 1, 2, 1)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(shape), ("mine", *AXES))
+    declared = decoder.declare(dataclasses.replace(TINY["decoder"], layers=2))
+    model, f = layout.place(declared, mesh, harsh(declared)), decoder.forward(declared, mesh)
+    tokens = np.random.default_rng(0).integers(0, 64, (2, 7))
+
+    def inside(specs, rows, **over):
+        return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=(specs, rows), out_specs=rows, **over))(model, tokens)
+
+    wanted = jax.jit(f)(model, tokens)
+    got = inside(P(), P("mine"), axis_names={"mine"})
+    assert np.abs(got - wanted).max() <= 1e-5 * np.abs(wanted).max()
+    with pytest.raises(InputError, match=r"in one over data, pipe, context, kv, rep, which models split by themselves"):
+        inside(layout.specs(declared), P("data"))

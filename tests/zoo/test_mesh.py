@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import Mesh
 
 from shardzoo.errors import InputError
-from shardzoo.zoo.mesh import AXES, Degrees, make_mesh
+from shardzoo.zoo.mesh import AXES, Degrees, kv_problem, make_mesh
 
 
 def test_tensor_falls_apart_into_kv_and_rep():
@@ -58,3 +58,14 @@ def test_a_mesh_with_other_axes_is_refused():
 
 def test_degrees_in_words():
     assert str(Degrees()) == "one device" and str(Degrees(data=2, tensor=3)) == "data=2,tensor=3"
+
+
+def test_degrees_may_be_numpys_and_a_huge_one_names_the_nearest():
+    degrees = Degrees()
+    for name, value in {"data": np.int64(2), "tensor": np.int32(4), "kv_heads": np.int8(2)}.items():
+        object.__setattr__(degrees, name, value)  # as where types are not checked
+    degrees.__post_init__()
+    assert degrees == Degrees(data=2, tensor=4, kv_heads=2) and {type(n) for n in degrees.sizes.values()} == {int}
+    said = kv_problem("kv_heads", 6, 10**15 + 3)
+    assert said is not None and said.endswith(": use tensor=1, 2, 3, 999999999999996, 1000000000000002")
+    assert str(kv_problem("kv_heads", 3, 8)).endswith(": use tensor=1, 3, 6")
