@@ -37,9 +37,17 @@ class NoWhite(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Picture:
-    """A picture of Pillow, as `zoo.pipelines` takes it."""
+    """A picture of Pillow in three channels, as `zoo.pipelines` takes it.
+
+    Raises:
+        NoWhite: grey of numbers that do not say which is white.
+    """
 
     opened: Any
+
+    def __post_init__(self) -> None:
+        if self.opened.mode != "RGB":
+            object.__setattr__(self, "opened", _eight_bits(self.opened).convert("RGB"))
 
     @property
     def height(self) -> int:
@@ -79,7 +87,9 @@ def read_picture(path: Path) -> Picture:
 
     try:
         with PIL.Image.open(path) as opened:
-            return Picture(_eight_bits(PIL.ImageOps.exif_transpose(opened)).convert("RGB"))
+            upright = PIL.ImageOps.exif_transpose(opened)
+            upright.load()
+            return Picture(upright)
     except (OSError, ValueError, SyntaxError, PIL.Image.DecompressionBombError) as error:
         known = isinstance(error, OSError) and error.strerror
         reason = known or (str(error) if isinstance(error, NoWhite) else "it is no picture")

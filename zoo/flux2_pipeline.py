@@ -167,7 +167,7 @@ def check(declared: Mapping[str, Any], settings: Settings, request: Request) -> 
         (TRANSFORMER, "text", model.text, TEXT, f"embed x {len(settings.layers)}", text.embed * len(settings.layers)),
     ]
     problems = [*image_pipeline.mismatches(pairs)]
-    problems += image_pipeline.problems(declared, request, vae.space_factor)
+    problems += image_pipeline.problems(declared, request, vae.space_factor, (TEXT,))
     problems += _layer_problems(settings, text)
     if (request.told is None) == model.guidance:
         problems.append("guidance: " + ("missing" if model.guidance else "this model is not told it: leave it out"))

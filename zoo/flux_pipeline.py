@@ -94,7 +94,7 @@ def check(declared: Mapping[str, Any], settings: Settings, request: Request) -> 
         (TRANSFORMER, "pooled", model.pooled, POOLED, "embed", declared[POOLED].config.embed),
     ]
     problems = [*image_pipeline.mismatches(pairs)]
-    problems += image_pipeline.problems(declared, request, vae.space_factor)
+    problems += image_pipeline.problems(declared, request, vae.space_factor, (POOLED, TEXT))
     if (request.told is None) == model.guidance:
         problems.append("guidance: " + ("missing" if model.guidance else "this model is not told it: leave it out"))
     problems += ["image: this model makes images of text alone: leave it out"] if request.references else []
@@ -110,8 +110,9 @@ class Condition(NamedTuple):
 
 def encode(parts: Components, mesh: Mesh, request: Request) -> Condition:
     """What the text encoders make of the prompts and, with guidance, of the negative ones below them."""
-    pooled = jax.jit(clip_text.forward(parts.declared[POOLED], mesh))
-    text = jax.jit(t5.forward(parts.declared[TEXT], mesh))
+    lies = image_pipeline.told_rows(mesh, len(request.rows(TEXT).ids))
+    pooled = jax.jit(clip_text.forward(parts.declared[POOLED], mesh), out_shardings=lies)
+    text = jax.jit(t5.forward(parts.declared[TEXT], mesh), out_shardings=lies)
     state = pooled(parts.live(POOLED), request.rows(POOLED).ids)
     return Condition(text(parts.live(TEXT), request.rows(TEXT).ids), state)
 

@@ -5,13 +5,14 @@ Sources: the pipelines of FLUX.1, FLUX.2 and Qwen-Image in diffusers 0.42, which
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsIndex
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Float, Int, Num, UInt8
+from beartype import beartype
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Bool, Float, Int, Num, UInt8, jaxtyped
 
 from shardzoo.errors import InputError, fail_if, not_scales, not_whole
 from shardzoo.strict_json import is_number
@@ -23,6 +24,7 @@ from shardzoo.zoo.pipelines import Components, Wanted
 Host = Array | np.ndarray
 PATCH = 2  # latents of a token's side
 DEFAULT_SIDE = 128  # latents of an image's side
+CHANNELS = 3
 LONGEST_SIDE = 16384  # pixels; far beyond what any of the models was made for
 
 
@@ -180,12 +182,16 @@ def refuse_unknown(wanted: Wanted, **takes: bool) -> None:
     """
     problems = [] if wanted.prompts else ["prompts: none was given: give one for each image"]
     for field in dataclasses.fields(wanted):
-        given = getattr(wanted, field.name) not in (None, ())
-        if given and field.name not in ALWAYS and not takes.get(field.name):
+        given = getattr(wanted, field.name)
+        if _is_given(given) and field.name not in ALWAYS and not takes.get(field.name):
             problems.append(f"{OPTIONS.get(field.name, field.name)}: this model does not take it: leave it out")
     if wanted.guidance is not None and len(wanted.guidance) > 1:
         problems.append(f"guidance: {len(wanted.guidance)} scales for one transformer: give one")
     fail_if(problems, "generate")
+
+
+def _is_given(value: Any) -> bool:
+    return value is not None and not (isinstance(value, tuple | list) and not value)
 
 
 def sides(wanted: Wanted, space_factor: int, references: Sequence[np.ndarray] = ()) -> dict[str, int]:
@@ -198,24 +204,43 @@ def sides(wanted: Wanted, space_factor: int, references: Sequence[np.ndarray] = 
     }
 
 
-def problems(declared: Mapping[str, Any], request: Request, space_factor: int) -> Iterator[str]:
-    """What is wrong with a request, whatever the model."""
+def problems(
+    declared: Mapping[str, Any], request: Request, space_factor: int, encoders: Sequence[str]
+) -> Iterator[str]:
+    """What is wrong with a request, whatever the model, whose texts are read by these encoders."""
     yield from size_problems(request.height, request.width, space_factor)
     yield from sampling.too_few_steps(request.steps)
     scales = {"guidance": request.told, "scale of the guidance": request.scale}
-    yield from not_scales(**{name: scale for name, scale in scales.items() if scale is not None})
-    for what, texts in (("prompt", request.texts), ("negative prompt", request.negative or {})):
+    wrong = not_scales(**{name: scale for name, scale in scales.items() if scale is not None})
+    yield from wrong
+    if not wrong and (request.negative is not None) != (request.scale > 1):
+        given = "one" if request.negative is not None else "none"
+        yield f"negative prompt: {given} is given at a scale of the guidance of {request.scale:g}: change one of them"
+    yield from _text_problems(declared, request, encoders)
+    for image in request.references:
+        if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != CHANNELS:
+            yield f"image: is {image.dtype.name}{list(image.shape)}: give bytes [height, width, {CHANNELS}]"
+        elif any(side < 1 or side % (PATCH * space_factor) for side in image.shape[:2]):
+            yield f"image: of {image.shape[0]} x {image.shape[1]}, not multiples of {PATCH * space_factor}: resize it"
+
+
+def _text_problems(declared: Mapping[str, Any], request: Request, encoders: Sequence[str]) -> Iterator[str]:
+    for what, texts in (("prompt", request.texts), ("negative prompt", request.negative)):
+        if texts is None:
+            continue
+        if {*texts} != {*encoders}:
+            yield f"{what}: given for {', '.join(texts) or 'nothing'}, and {', '.join(encoders)} read it: change that"
+            return
         for name, text in texts.items():
             vocab = declared[name].config.vocab
-            if not len(text.ids):
+            if text.ids.ndim != 2 or text.mask.shape != text.ids.shape:
+                yield f"{what}: ids of shape {text.ids.shape} and a mask of {text.mask.shape} for {name}: give rows"
+            elif not len(text.ids):
                 yield f"{what}: there is none for {name}: give one for each image"
             elif not text.ids.size or not 0 <= text.ids.min() <= text.ids.max() < vocab:
                 yield f"{what}: not all of its tokens are in vocab={vocab} of {name}: use the encoder's own tokenizer"
-            if text.ids.shape[0] != request.batch:
-                yield f"{what}: {text.ids.shape[0]} texts of {name} for {request.batch} images: give one for each"
-    for image in request.references:
-        if any(side < 1 or side % (PATCH * space_factor) for side in image.shape[:2]):
-            yield f"image: of {image.shape[0]} x {image.shape[1]}, not multiples of {PATCH * space_factor}: resize it"
+            elif len(text.ids) != request.batch:
+                yield f"{what}: {len(text.ids)} texts of {name} for {request.batch} images: give one for each"
 
 
 def size_problems(height: Any, width: Any, space_factor: int) -> Iterator[str]:
@@ -259,8 +284,9 @@ def grids(shape: tuple[int, ...], request: Request) -> tuple[tuple[int, int], ..
     return (rows, columns), *((image.shape[0] // pixels, image.shape[1] // pixels) for image in request.references)
 
 
+@jaxtyped(typechecker=beartype)
 def starting_noise(
-    shape: tuple[int, ...], key: Array | None, noise: Float[Host, "batch channels height width"] | None
+    shape: tuple[SupportsIndex, ...], key: Host | None, noise: Float[Host, "batch channels height width"] | None
 ) -> Float[Array, "batch channels height width"]:
     """The noise given, or drawn by a key.
 
@@ -307,6 +333,11 @@ def away(
         return found
     norm, other = (jnp.linalg.norm(x, axis=-1, keepdims=True) for x in (wanted, found))
     return found * (norm / other)
+
+
+def told_rows(mesh: Mesh, rows: int) -> NamedSharding:
+    """How what the transformer is told lies: as each step takes it, so that it is gathered once."""
+    return NamedSharding(mesh, PartitionSpec() if rows % mesh.shape[DATA] else PartitionSpec(DATA))
 
 
 def steps_taken(

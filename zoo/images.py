@@ -13,6 +13,8 @@ from beartype import beartype
 from jax import lax
 from jaxtyping import Array, Float, UInt8, jaxtyped
 
+from shardzoo.zoo.mesh import on_host
+
 Host = Array | np.ndarray
 MEAN = np.array([0.48145466, 0.4578275, 0.40821073], np.float32)
 STD = np.array([0.26862954, 0.26130258, 0.27577711], np.float32)
@@ -24,16 +26,17 @@ BITS = 22  # of the fraction in Pillow's fixed-point weights
 def as_bytes(
     images: Float[Host, "batch channels height width"],
 ) -> UInt8[np.ndarray, "batch height width channels"]:
-    """Images from -1 to 1 as bytes, rounded; what lies beyond is cut off."""
+    """Images from -1 to 1 as bytes, rounded, in every process; what lies beyond is cut off."""
     scaled = jnp.round(jnp.clip(jnp.asarray(images, jnp.float32) / 2 + 0.5, 0, 1) * 255)
-    return np.asarray(scaled.astype(jnp.uint8)).transpose(0, 2, 3, 1)
+    return on_host(scaled.astype(jnp.uint8)).transpose(0, 2, 3, 1)
 
 
+@jaxtyped(typechecker=beartype)
 def as_values(
-    images: UInt8[np.ndarray, "batch height width channels"],
+    images: UInt8[Host, "batch height width channels"],
 ) -> Float[np.ndarray, "batch channels height width"]:
     """Bytes as values from -1 to 1."""
-    return images.transpose(0, 3, 1, 2).astype(np.float32) / np.float32(HALF) - 1
+    return np.asarray(images).transpose(0, 3, 1, 2).astype(np.float32) / np.float32(HALF) - 1
 
 
 def _cubic(x: np.ndarray, a: float) -> np.ndarray:

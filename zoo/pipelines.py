@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, UInt8
 
-from shardzoo.errors import InputError
+from shardzoo.errors import InputError, fail_if
 
 Manner = Literal["diffusers", "original"]
 MODULES = {
@@ -105,6 +105,9 @@ class Wanted:
         steps: of the sampler.
         guidance: scales of the guidance.
         true_guidance: scale of the guidance away from `negative`, for models that are told `guidance`.
+
+    Raises:
+        InputError: one where several are meant, or what is of another kind.
     """
 
     prompts: tuple[str, ...]
@@ -117,6 +120,25 @@ class Wanted:
     steps: int | None = None
     guidance: tuple[float, ...] | None = None
     true_guidance: float | None = None
+
+    def __post_init__(self) -> None:
+        pictures = [*self.images] if isinstance(self.images, Sequence) else [self.images]
+        pictures += [] if self.last_image is None else [self.last_image]
+        problems = [
+            f"image: a {type(picture).__name__} is no picture: give it as a `cli.media.Picture`"
+            for picture in pictures
+            if not isinstance(picture, Picture)
+        ]
+        if isinstance(self.prompts, str) or not all(isinstance(prompt, str) for prompt in self.prompts):
+            problems.append(f"prompts={self.prompts!r} are not a tuple of texts: give one text for each image")
+        if self.negative is not None and not isinstance(self.negative, str):
+            problems.append(f"negative={self.negative!r} is not a text: give one for all images")
+        if self.guidance is not None and not isinstance(self.guidance, Sequence):
+            problems.append(f"guidance={self.guidance!r} is not a tuple of scales: give one for each transformer")
+        fail_if(problems, "generate")
+        for name in ("height", "width", "frames", "steps"):
+            if isinstance(getattr(self, name), np.integer):
+                object.__setattr__(self, name, int(getattr(self, name)))
 
 
 @runtime_checkable

@@ -197,7 +197,7 @@ def check(declared: Mapping[str, Any], settings: Settings, request: Request) -> 
     if settings.images != 0:
         pairs.append((EYES, "out", declared[EYES].config.out, TEXT, "embed", text.embed))
     problems = [*image_pipeline.mismatches(pairs), *_number_problems(settings, len(request.references))]
-    problems += image_pipeline.problems(declared, request, vae.space_factor)
+    problems += image_pipeline.problems(declared, request, vae.space_factor, (TEXT,))
     problems += [
         f"{what}: tokens={int(count)} are not more than the {settings.left_out} of the chat that are left out: use the"
         " chat"

@@ -20,6 +20,15 @@ def test_grey_of_16_bits_is_scaled(tmp_path):
     np.testing.assert_array_equal(found, np.repeat(want[:, :, None], 3, axis=2))
 
 
+@pytest.mark.parametrize("mode", ["L", "RGBA", "P", "CMYK", "1", "LA"])
+def test_pictures_of_other_modes_have_three_channels(mode):
+    drawn = PIL.Image.fromarray(np.random.default_rng(0).integers(0, 256, (6, 8, 3)).astype(np.uint8)).convert(mode)
+    for size in ((6, 8), (3, 4)):
+        for found in (media.Picture(drawn).stretched(*size), media.Picture(drawn).covering(*size)):
+            assert found.shape == (*size, 3) and found.dtype == np.uint8
+    np.testing.assert_array_equal(media.Picture(drawn).stretched(6, 8), np.asarray(drawn.convert("RGB")))
+
+
 @pytest.mark.parametrize("grey", [np.ones((2, 2), np.float32), np.full((2, 2), 70000, np.int32)])
 def test_numbers_without_a_known_white_are_refused(tmp_path, grey):
     PIL.Image.fromarray(grey).save(tmp_path / "grey.tiff")

@@ -3,14 +3,18 @@
 import dataclasses
 
 import diffusers
+import jax
 import numpy as np
+import PIL.Image
 import pytest
 from diffusers.pipelines.flux2.pipeline_flux2 import compute_empirical_mu
 from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift, retrieve_timesteps
+from jax import P
 
 from shardzoo.errors import InputError
 from shardzoo.zoo import clip_text, decoder, flux, flux2, image_pipeline, image_vae, qwen2_5_vl, qwen_image, t5, wan_vae
 from shardzoo.zoo.image_pipeline import Text
+from shardzoo.zoo.mesh import make_mesh
 from shardzoo.zoo.pipelines import Wanted, find_kind, refuse_idle_negative
 
 DYNAMIC = {"use_dynamic_shifting": True, "shift": 3.0}
@@ -142,6 +146,19 @@ def test_steps_are_those_of_the_pipelines_of_diffusers(name, size, steps):
         ("qwen-image", {"scale": float("inf")}, ["scale of the guidance=inf is not a number"]),
         ("qwen-image-edit", {"references": (), "seen": ()}, ["this model edits images: give one or more"]),
         ("qwen-image-edit", {"seen": ()}, ["1 are given, and 0 to be seen"]),
+        ("flux1-dev", {"texts": {}}, ["prompt: given for nothing, and text_encoder, text_encoder_2 read it"]),
+        (
+            "flux1-dev",
+            {"negative": {"text_encoder": text()}, "scale": 2.0},
+            ["negative prompt: given for text_encoder, and text_encoder, text_encoder_2 read it"],
+        ),
+        ("flux1-dev", {"scale": 2.0}, ["negative prompt: none is given at a scale of the guidance of 2: change one"]),
+        ("qwen-image", {"scale": 1.0}, ["negative prompt: one is given at a scale of the guidance of 1: change one"]),
+        (
+            "qwen-image",
+            {"texts": {"text_encoder": Text(np.ones((2, 80), np.int32), np.ones((2, 79), bool))}},
+            ["prompt: ids of shape (2, 80) and a mask of (2, 79) for text_encoder"],
+        ),
     ],
 )
 def test_all_that_cannot_be_is_named_with_what_can(name, more, words):
@@ -157,6 +174,62 @@ def test_numbers_that_are_not_whole_are_refused():
         find_kind("flux").check(parts, found, made)
     for words in ("height=512.0 is not a whole", "width='512' is", "steps=2.5 is", "guidance='3' is not a number"):
         assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("pixels", "words"),
+    [
+        (np.zeros((64, 64, 3), np.float32), r"is float32\[64, 64, 3\]: give bytes \[height, width, 3\]"),
+        (np.zeros((3, 64, 64), np.uint8), r"is uint8\[3, 64, 64\]"),
+        (np.zeros((64, 64, 4), np.uint8), r"is uint8\[64, 64, 4\]"),
+        (np.zeros((64, 64), np.uint8), r"is uint8\[64, 64\]"),
+    ],
+)
+def test_reference_images_that_are_no_bytes_in_three_channels(pixels, words):
+    made, parts, found = request("flux2-dev")
+    object.__setattr__(made, "references", (pixels,))  # as where types are not checked
+    with pytest.raises(InputError, match=f"image: {words}"):
+        find_kind("flux2").check(parts, found, made)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "words"),
+    [
+        ({"prompts": "a fox"}, "prompts='a fox' are not a tuple of texts"),
+        ({"prompts": (1,)}, "are not a tuple of texts"),
+        ({"negative": ("fog",)}, "negative=.* is not a text"),
+        ({"guidance": 2.0}, "guidance=2.0 is not a tuple of scales"),
+        ({"images": (np.zeros((64, 64, 3), np.uint8),)}, "image: a ndarray is no picture"),
+        ({"images": PIL.Image.new("RGB", (64, 64))}, "image: a Image is no picture"),
+    ],
+)
+def test_one_where_several_are_meant_is_refused(wanted, words):
+    with pytest.raises(InputError, match=words):
+        unchecked(**wanted)
+
+
+def unchecked(**fields):
+    """What is wanted, as where types are not checked."""
+    wanted = Wanted(prompts=("a fox",))
+    for name, value in fields.items():
+        object.__setattr__(wanted, name, value)
+    wanted.__post_init__()
+    return wanted
+
+
+def test_sizes_may_be_numpys_and_keys_of_the_old_kind():
+    wanted = unchecked(height=np.int64(64), width=np.int32(32), steps=np.int16(2))
+    image_pipeline.refuse_unknown(wanted)
+    made, parts, found = request("flux1-dev", **image_pipeline.sides(wanted, 8))
+    find_kind("flux").check(parts, found, made)
+    shape = find_kind("flux").latent_shape(parts["vae"].config, made)
+    assert shape == (2, 16, 8, 4) and {type(size) for size in shape} == {int}
+    assert image_pipeline.starting_noise(shape, jax.random.PRNGKey(0), None).shape == shape
+
+
+@pytest.mark.parametrize(("rows", "split"), [(1, P()), (3, P()), (4, P("data"))])
+def test_what_each_step_is_told_lies_whole_along_the_sequence(rows, split):
+    assert image_pipeline.told_rows(make_mesh(data=2, context=2), rows).spec == split
 
 
 @pytest.mark.parametrize("name", FOR)
