@@ -23,6 +23,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from shardzoo.kernels.flash_attention import flash_attention, merge
+from shardzoo.zoo.layers import unpacked
 from shardzoo.zoo.mesh import CONTEXT
 
 SEQ, HEADS = 1, 2
@@ -151,7 +152,7 @@ def attention(
     elif bias is not None:
         bias = here.of_rows(here.of_heads(bias, axis=1), axis=2)
     attend = functools.partial(
-        flash_attention, q, kv[:, :, 0], kv[:, :, 1], q_offset=here.first, bias=bias,
+        flash_attention, q, *unpacked(kv), q_offset=here.first, bias=bias,
         q_lengths=here.lengths(lengths), kv_lengths=lengths,
         q_segment_ids=here.query_ids(kv_ids, hidden=key_mask is not None), kv_segment_ids=kv_ids,
         causal=causal, scale=scale, soft_cap=soft_cap,
@@ -230,7 +231,7 @@ def cross_attention(
     kv_lengths: Int[Array, " batch"] | None = None,
 ) -> Float[Array, "batch seq heads head_dim"]:
     """Attention to keys that are whole on every device of `context` (a prompt): no collective."""
-    return flash_attention(q, kv[:, :, 0], kv[:, :, 1], scale=scale, kv_lengths=kv_lengths)
+    return flash_attention(q, *unpacked(kv), scale=scale, kv_lengths=kv_lengths)
 
 
 def cached_attention(

@@ -22,7 +22,9 @@ from shardzoo.zoo.layers import (
     Residual,
     RMSNorm,
     RowLinear,
+    gated,
     gather_residual,
+    unpacked,
 )
 from shardzoo.zoo.layout import Param
 from shardzoo.zoo.mesh import KV, PIPE, TP, VOCAB
@@ -133,8 +135,7 @@ class Attention(eqx.Module):
     def project(
         self, x: Float[Array, "batch seq embed"], turn: Rotary
     ) -> tuple[Float[Array, "batch seq heads head_dim"], Float[Array, "batch seq two kv_heads head_dim"]]:
-        q, kv = self.q(x), self.kv(x)
-        k, v = kv[:, :, 0], kv[:, :, 1]
+        q, (k, v) = self.q(x), unpacked(self.kv(x))
         q = q if self.q_norm is None else self.q_norm(q)
         k = k if self.k_norm is None else self.k_norm(k)
         return rotate(q, turn), jnp.stack([rotate(k, turn), v], axis=2)
@@ -158,8 +159,7 @@ class Mlp(eqx.Module):
     def __call__(
         self, x: Float[Array, "batch seq embed"], residual: Residual = WHOLE_STREAM
     ) -> Float[Array, "batch part_seq embed"]:
-        gate_up = self.gate_up(x)
-        return self.down(jax.nn.silu(gate_up[:, :, 0]) * gate_up[:, :, 1], residual)
+        return self.down(gated(jax.nn.silu, self.gate_up(x)), residual)
 
 
 class Block(eqx.Module):

@@ -23,7 +23,9 @@ from shardzoo.zoo.layers import (
     RMSNorm,
     RowLinear,
     SplitInputLinear,
+    gated,
     gather_residual,
+    in_float32,
     row_sum,
     settled,
 )
@@ -184,8 +186,8 @@ def up(c: Sizes) -> ColumnLinear:
 def activated(y: Float[Array, "batch seq *block_mlp"]) -> Float[Array, "batch seq mlp"]:
     """What follows the mlp's first layer: of a pair silu of the first part times the second, else gelu."""
     if y.ndim == 4:
-        return settled(jax.nn.silu(y[:, :, 0]) * y[:, :, 1])
-    return settled(jax.nn.gelu(y, approximate=True))
+        return settled(gated(jax.nn.silu, y))
+    return settled(in_float32(jax.nn.gelu, y))
 
 
 def down(c: Sizes, bias: Param | None) -> RowLinear:

@@ -9,6 +9,7 @@ the same bytes (all-gather and reduce-scatter instead of one all-reduce) and kee
 """
 
 import math
+from collections.abc import Callable
 from typing import Any, Literal
 
 import equinox as eqx
@@ -18,6 +19,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
 from shardzoo.errors import InputError
+from shardzoo.kernels.flash_attention.options import manual_axes, varying_over
 from shardzoo.zoo.in_place import rows_at
 from shardzoo.zoo.mesh import TP, traced_platform
 from shardzoo.zoo.weights import Adapted, Leaf, Lora, Quantized, Weight
@@ -70,14 +72,73 @@ def own_share(x: Shaped[Array, "batch all_seq ..."], axes: tuple[str, ...]) -> S
     return lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * size, size, axis=SEQ)
 
 
+_OVER_LAST = (((1,), (1,)), ((), ()))
+_OVER_INNER = (((1,), (0,)), ((), ()))
+
+
+@jax.custom_vjp
+def narrow_product(rows: Float[Array, "rows in"], weight: Float[Array, "out in"]) -> Float[Array, "rows out"]:
+    """rows . weight^T of 16-bit rows, in float32: in the one form that XLA for CPUs has of 16-bit products.
+
+    It multiplies bfloat16 as it is, twice as fast as float32, if the sum goes over the last dim of the left side and
+    the result is float32; else it widens copies of both sides. JAX's own gradients ask for 16-bit results, and for
+    sums over the first dims of both sides. The weight's gradient is not rounded to 16 bits if the weight is wider.
+    """
+    return _narrow_forward(rows, weight)[0]
+
+
+def _narrow_forward(rows: Array, weight: Array) -> tuple[Array, tuple[Array, Array]]:
+    y = lax.dot_general(rows, weight.astype(rows.dtype), _OVER_LAST, preferred_element_type=jnp.float32)
+    return y, (rows, weight)
+
+
+def _narrow_backward(kept: tuple[Array, Array], d_y: Array) -> tuple[Array, Array]:
+    rows, weight = kept
+    d_y = d_y.astype(rows.dtype)
+    d_rows = lax.dot_general(d_y, weight.astype(rows.dtype), _OVER_INNER, preferred_element_type=jnp.float32)
+    # Transposed by hand, and as a row of numbers held back from the compiler, which else folds it into the product.
+    turned = lax.optimization_barrier(d_y.T.reshape(d_y.size)).reshape(d_y.shape[::-1])
+    d_weight = lax.dot_general(turned, rows, _OVER_INNER, preferred_element_type=jnp.float32)
+    return d_rows.astype(rows.dtype), d_weight.astype(weight.dtype)
+
+
+narrow_product.defvjp(_narrow_forward, _narrow_backward)
+
+
+def unpacked(x: Float[Array, "batch seq block ..."]) -> tuple[Float[Array, "batch seq ..."], ...]:
+    """The outputs of projections that are packed along a dim of their own (q, k and v; gate and up).
+
+    On CPUs their gradients are put together as one concatenation: slices' are padded and added, in a loop of branches
+    that is not vectorised.
+    """
+    if traced_platform() != "cpu":
+        return tuple(x[:, :, block] for block in range(x.shape[2]))
+    return tuple(lax.squeeze(part, (2,)) for part in lax.split(x, (1,) * x.shape[2], axis=2))
+
+
+def in_float32(f: Callable[..., Array], *x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """f of these, which on CPUs computes 16-bit floats in float32 and rounds once.
+
+    XLA for CPUs has no arithmetic of 16-bit floats: it rounds in between after every step, which is most of the work.
+    Elsewhere f runs in their dtype.
+    """
+    if x[0].dtype.itemsize != 2 or traced_platform() != "cpu":
+        return f(*x)
+    return f(*(part.astype(jnp.float32) for part in x)).astype(x[0].dtype)
+
+
+def gated(activation: Callable[[Array], Array], x: Float[Array, "batch seq two mlp"]) -> Float[Array, "batch seq mlp"]:
+    """activation(gate) * up, of both packed."""
+    return in_float32(lambda gate, up: activation(gate) * up, *unpacked(x))
+
+
 def contract(
     x: Float[Array, "batch seq *in"], weight: Float[Weight, "*out_in"], inputs: int = 1
 ) -> Float[Array, "..."]:
     """x . weight over the last `inputs` dims of both, in x's dtype; sums in float32 at least.
 
-    The product is one of matrices: XLA for CPUs transposes a weight of more dims at every use. It also has products of
-    16-bit floats only with a float32 result: asked for a 16-bit one it widens the operands, a copy of the weight at
-    every use (five times slower for a batch of 8).
+    The product is one of matrices: XLA for CPUs transposes a weight of more dims at every use. 16-bit floats go
+    through `narrow_product` there.
 
     A quantized weight is multiplied by as it is stored, and the outputs by its scales: before they are rounded, and
     before any reduction, so that partial sums of several weights add up and keep the range of the result. What
@@ -90,10 +151,15 @@ def contract(
     width = math.prod(weight.shape[weight.ndim - inputs :])
     rows = x.reshape(math.prod(lead), width)
     quantized = isinstance(weight, Quantized)
-    wide = jnp.float32 if x.dtype.itemsize == 2 and (quantized or traced_platform() == "cpu") else None
     stored = weight.values if isinstance(weight, Quantized) else weight
-    matrix = stored.astype(x.dtype).reshape(math.prod(out), width)
-    y = lax.dot_general(rows, matrix, (((1,), (1,)), ((), ())), preferred_element_type=wide)
+    by_hand = x.dtype.itemsize == 2 and traced_platform() == "cpu"
+    stored = stored if by_hand and not quantized else stored.astype(x.dtype)
+    matrix = stored.reshape(math.prod(out), width)
+    if by_hand:
+        y = narrow_product(*varying_over((rows, matrix), manual_axes(rows) | manual_axes(matrix)))
+    else:
+        wide = jnp.float32 if x.dtype.itemsize == 2 and quantized else None
+        y = lax.dot_general(rows, matrix, _OVER_LAST, preferred_element_type=wide)
     if isinstance(weight, Quantized):
         y = y * weight.scale.astype(y.dtype).reshape(1, math.prod(out))
     return y.astype(x.dtype).reshape(*lead, *out)

@@ -42,6 +42,7 @@ from shardzoo.zoo.layers import (
     RMSNorm,
     RowLinear,
     check_residual,
+    gated,
     gather_residual,
 )
 from shardzoo.zoo.layout import Param
@@ -161,8 +162,7 @@ class Mlp(eqx.Module):
         )
 
     def __call__(self, x: Float[Array, "batch seq embed"], residual: Residual) -> Float[Array, "batch part_seq embed"]:
-        gate_up = self.gate_up(x)
-        return self.down(jax.nn.gelu(gate_up[:, :, 0], approximate=True) * gate_up[:, :, 1], residual)
+        return self.down(gated(jax.nn.gelu, self.gate_up(x)), residual)
 
 
 class Block(eqx.Module):

@@ -34,6 +34,7 @@ from shardzoo.zoo.layers import (
     SplitInputLinear,
     contract,
     gather_residual,
+    in_float32,
     norm_together,
     own_share,
     settled,
@@ -278,7 +279,7 @@ class Mlp(eqx.Module):
     def __call__(
         self, x: Float[Array, "batch seq embed"], residual: Residual = WHOLE_STREAM
     ) -> Float[Array, "batch part_seq embed"]:
-        return self.down(settled(jax.nn.gelu(self.up(x), approximate=True)), residual)
+        return self.down(settled(in_float32(jax.nn.gelu, self.up(x))), residual)
 
 
 class Block(eqx.Module):
@@ -390,7 +391,7 @@ class TextEmbedding(eqx.Module):
         )
 
     def __call__(self, text: Float[Array, "batch kv_seq channels"]) -> Float[Array, "batch kv_seq embed"]:
-        return self.down(jax.nn.gelu(self.up(text), approximate=True))
+        return self.down(in_float32(jax.nn.gelu, self.up(text)))
 
 
 class ImageEmbedding(eqx.Module):

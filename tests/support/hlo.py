@@ -64,3 +64,19 @@ def overtaking(compiled) -> list[tuple[str, str]]:
     text = compiled.as_text()
     plain = set(re.findall(rf"%([\w.\-]+) = [^=]*? (?:{'|'.join(KINDS)})\(", text))
     return [(first, then) for first, then in unordered(compiled) if first not in plain]
+
+
+_TYPE = re.compile(r"%([\w.\-]+) = \(?(\w+)\[")
+_PRODUCT = re.compile(r" = (\w+)\[[^=]*? dot\(%([\w.\-]+), %([\w.\-]+)\)(.*)$", re.MULTILINE)
+
+
+def products(compiled) -> list[tuple[str, str, str]]:
+    """The dtypes of the sides and of the result of each product of two matrices, not of several or in full precision.
+
+    Those are the products by weights: attention's go by heads, and they and a few others ask for full precision.
+    """
+    text = compiled.as_text()
+    types = dict(_TYPE.findall(text))
+    found = _PRODUCT.findall(text)
+    special = ("batch_dims", "operand_precision")
+    return [(types[left], types[right], y) for y, left, right, rest in found if not any(s in rest for s in special)]
