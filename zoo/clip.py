@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float
 from shardzoo.errors import InputError, not_above_zero
 from shardzoo.kernels.flash_attention import flash_attention
 from shardzoo.zoo import layout
-from shardzoo.zoo.layers import ColumnLinear, LayerNorm, RowLinear
+from shardzoo.zoo.layers import ColumnLinear, LayerNorm, RowLinear, exact_gelu, in_float32, unpacked
 from shardzoo.zoo.layout import Param
 from shardzoo.zoo.mesh import CONTEXT, DATA, TP
 
@@ -104,7 +104,7 @@ class Attention(eqx.Module):
         qkv = self.qkv(x)
         keys = None if mask is None else jnp.where(mask, 0, -1)
         queries = None if keys is None else jnp.zeros_like(keys)
-        q, k, v = (qkv[:, :, i] for i in range(3))
+        q, k, v = unpacked(qkv)
         return self.out(
             flash_attention(q, k, v, causal=self.causal, q_segment_ids=queries, kv_segment_ids=keys)
         )  # fmt: skip
@@ -126,8 +126,8 @@ class Mlp(eqx.Module):
         )
 
     def __call__(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
-        up = self.up(x)
-        return self.down(quick_gelu(up) if self.activation == "quick_gelu" else jax.nn.gelu(up, approximate=False))
+        activation = quick_gelu if self.activation == "quick_gelu" else exact_gelu
+        return self.down(in_float32(activation, self.up(x)))
 
 
 def declare_norm(c: Sizes) -> LayerNorm:

@@ -127,6 +127,11 @@ def in_float32(f: Callable[..., Array], *x: Float[Array, "..."]) -> Float[Array,
     return f(*(part.astype(jnp.float32) for part in x)).astype(x[0].dtype)
 
 
+def exact_gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """gelu by the error function; `jax.nn.gelu` is that by tanh."""
+    return jax.nn.gelu(x, approximate=False)
+
+
 def gated(activation: Callable[[Array], Array], x: Float[Array, "batch seq two mlp"]) -> Float[Array, "batch seq mlp"]:
     """activation(gate) * up, of both packed."""
     return in_float32(lambda gate, up: activation(gate) * up, *unpacked(x))

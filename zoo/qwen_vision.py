@@ -26,7 +26,7 @@ from shardzoo.zoo import layout
 from shardzoo.zoo.attention import attention
 from shardzoo.zoo.dtypes import float_dtype
 from shardzoo.zoo.families import TraceSizes
-from shardzoo.zoo.layers import ColumnLinear, LayerNorm, RMSNorm, RowLinear, own_share
+from shardzoo.zoo.layers import ColumnLinear, LayerNorm, RMSNorm, RowLinear, exact_gelu, in_float32, own_share, unpacked
 from shardzoo.zoo.layout import Param
 from shardzoo.zoo.mesh import CONTEXT, DATA, TP
 from shardzoo.zoo.qwen2_5_vl_inputs import Arrangement, Grids, arrangement
@@ -115,9 +115,9 @@ class Attention(eqx.Module):
     def __call__(
         self, x: Float[Array, "one seq embed"], turn: Rotary, segments: Int[Array, "one seq"]
     ) -> Float[Array, "one seq embed"]:
-        qkv = self.qkv(x)
-        q, k = rotate(qkv[:, :, 0], turn), rotate(qkv[:, :, 1], turn)
-        return self.out(attention(q, jnp.stack([k, qkv[:, :, 2]], axis=2), segment_ids=segments))
+        q, k, v = unpacked(self.qkv(x))
+        kv = jnp.stack([rotate(k, turn), v], axis=2)
+        return self.out(attention(rotate(q, turn), kv, segment_ids=segments))
 
 
 class Block(eqx.Module):
@@ -159,7 +159,7 @@ class Merger(eqx.Module):
 
     def __call__(self, x: Float[Array, "one seq embed"]) -> Float[Array, "one units out"]:
         squares = self.norm(x).reshape(x.shape[0], -1, self.up.weight.shape[-1])
-        return self.down(jax.nn.gelu(self.up(squares), approximate=False))
+        return self.down(in_float32(exact_gelu, self.up(squares)))
 
 
 @runtime_checkable

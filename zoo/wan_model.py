@@ -33,6 +33,7 @@ from shardzoo.zoo.layers import (
     RowLinear,
     SplitInputLinear,
     contract,
+    exact_gelu,
     gather_residual,
     in_float32,
     norm_together,
@@ -422,7 +423,7 @@ class ImageEmbedding(eqx.Module):
 
     def __call__(self, image: Float[Array, "batch kv_seq channels"]) -> Float[Array, "batch kv_seq embed"]:
         image = image if self.positions is None else image + self.positions.astype(image.dtype)
-        return self.norm_out(self.down(jax.nn.gelu(self.up(self.norm_in(image)), approximate=False)))
+        return self.norm_out(self.down(in_float32(exact_gelu, self.up(self.norm_in(image)))))
 
 
 class PatchEmbedding(eqx.Module):
