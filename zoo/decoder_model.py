@@ -135,10 +135,10 @@ class Attention(eqx.Module):
     def project(
         self, x: Float[Array, "batch seq embed"], turn: Rotary
     ) -> tuple[Float[Array, "batch seq heads head_dim"], Float[Array, "batch seq two kv_heads head_dim"]]:
-        q, (k, v) = self.q(x), unpacked(self.kv(x))
+        q, (k, v) = self.q(x, unrounded=True), unpacked(self.kv(x, unrounded=True))
         q = q if self.q_norm is None else self.q_norm(q)
         k = k if self.k_norm is None else self.k_norm(k)
-        return rotate(q, turn), jnp.stack([rotate(k, turn), v], axis=2)
+        return rotate(q, turn).astype(x.dtype), jnp.stack([rotate(k, turn), v], axis=2).astype(x.dtype)
 
 
 class Mlp(eqx.Module):
@@ -159,7 +159,7 @@ class Mlp(eqx.Module):
     def __call__(
         self, x: Float[Array, "batch seq embed"], residual: Residual = WHOLE_STREAM
     ) -> Float[Array, "batch part_seq embed"]:
-        return self.down(gated(jax.nn.silu, self.gate_up(x)), residual)
+        return self.down(gated(jax.nn.silu, self.gate_up(x, unrounded=True)).astype(x.dtype), residual)
 
 
 class Block(eqx.Module):

@@ -8,6 +8,7 @@ sequence over them ("seq"): the `residual` argument of `gather_residual` and of 
 the same bytes (all-gather and reduce-scatter instead of one all-reduce) and keeps 1/tp of the stream and its norms.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, Literal
@@ -138,9 +139,11 @@ def gated(activation: Callable[[Array], Array], x: Float[Array, "batch seq two m
 
 
 def contract(
-    x: Float[Array, "batch seq *in"], weight: Float[Weight, "*out_in"], inputs: int = 1
+    x: Float[Array, "batch seq *in"], weight: Float[Weight, "*out_in"], inputs: int = 1, *, unrounded: bool = False
 ) -> Float[Array, "..."]:
     """x . weight over the last `inputs` dims of both, in x's dtype; sums in float32 at least.
+
+    `unrounded` leaves what CPUs have of 16-bit floats in float32, for a caller that goes on in it and rounds once.
 
     The product is one of matrices: XLA for CPUs transposes a weight of more dims at every use. 16-bit floats go
     through `narrow_product` there.
@@ -150,8 +153,8 @@ def contract(
     adapters add is split like the product and as partial as it is: it joins whatever reduction follows.
     """
     if isinstance(weight, Adapted):
-        added = [adapt(x, lora, inputs) for lora in weight.lora.values()]
-        return sum(added, contract(x, weight.base, inputs))
+        added = [adapt(x, lora, inputs, unrounded=unrounded) for lora in weight.lora.values()]
+        return sum(added, contract(x, weight.base, inputs, unrounded=unrounded))
     lead, out = x.shape[: x.ndim - inputs], weight.shape[: weight.ndim - inputs]
     width = math.prod(weight.shape[weight.ndim - inputs :])
     rows = x.reshape(math.prod(lead), width)
@@ -167,17 +170,21 @@ def contract(
         y = lax.dot_general(rows, matrix, _OVER_LAST, preferred_element_type=wide)
     if isinstance(weight, Quantized):
         y = y * weight.scale.astype(y.dtype).reshape(1, math.prod(out))
-    return y.astype(x.dtype).reshape(*lead, *out)
+    y = y if unrounded and by_hand else y.astype(x.dtype)
+    return y.reshape(*lead, *out)
 
 
-def adapt(x: Float[Array, "batch seq *in"], lora: Lora, inputs: int = 1) -> Float[Array, "..."]:
+def adapt(
+    x: Float[Array, "batch seq *in"], lora: Lora, inputs: int = 1, *, unrounded: bool = False
+) -> Float[Array, "..."]:
     """What an adapter adds to x . weight: strength * ratio * B (A x), by the block where it has an A for each."""
     strength = (lora.ratio * lora.strength)[..., None]
     h = contract(x, lora.a, inputs)
     h = (h.astype(strength.dtype) * strength).astype(x.dtype)
     if lora.a.ndim - inputs == 1:
-        return contract(h, lora.b)
-    return jax.vmap(contract, (x.ndim - inputs, 0), x.ndim - inputs)(h, lora.b)
+        return contract(h, lora.b, unrounded=unrounded)
+    product = functools.partial(contract, unrounded=unrounded)
+    return jax.vmap(product, (x.ndim - inputs, 0), x.ndim - inputs)(h, lora.b)
 
 
 class ColumnLinear(eqx.Module):
@@ -190,9 +197,10 @@ class ColumnLinear(eqx.Module):
     weight: Float[Weight, "*out in"]
     bias: Float[Leaf, "*out"] | None = None
 
-    def __call__(self, x: Float[Array, "batch seq in"]) -> Float[Array, "batch seq *out"]:
-        y = contract(x, self.weight)
-        return y if self.bias is None else y + self.bias.astype(x.dtype)
+    def __call__(self, x: Float[Array, "batch seq in"], *, unrounded: bool = False) -> Float[Array, "batch seq *out"]:
+        """`unrounded` as `contract` has it."""
+        y = contract(x, self.weight, unrounded=unrounded)
+        return y if self.bias is None else y + self.bias.astype(y.dtype)
 
 
 class RowLinear(eqx.Module):
@@ -205,8 +213,8 @@ class RowLinear(eqx.Module):
     bias: Float[Leaf, " out"] | None = None
 
     def partial(self, x: Float[Array, "batch seq *in"]) -> Float[Array, "batch seq out"]:
-        """This device's share of the sum, without the bias."""
-        return contract(x, self.weight, inputs=self.weight.ndim - 1)
+        """This device's share of the sum, without the bias; unrounded, as `contract` has it."""
+        return contract(x, self.weight, inputs=self.weight.ndim - 1, unrounded=True)
 
     def __call__(
         self, x: Float[Array, "batch seq *in"], residual: Residual = "whole"
@@ -221,7 +229,7 @@ def row_sum(*parts: tuple[RowLinear, Array], residual: Residual = "whole") -> Fl
     itself: `y = psum_TP(sum_i x_i . W_i) + sum_i b_i`.
     """
     total = sum(layer.partial(x) for layer, x in parts)
-    y = reduce_residual(total, residual)
+    y = reduce_residual(total, residual).astype(parts[0][1].dtype)
     for layer, _ in parts:
         if layer.bias is not None:
             y = y + layer.bias.astype(y.dtype)
