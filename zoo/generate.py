@@ -36,8 +36,8 @@ from shardzoo.zoo.cache import CACHE_SPECS, Cache, empty
 from shardzoo.zoo.decoder import gather_ends
 from shardzoo.zoo.decoder_model import Config, Decoder, window_of
 from shardzoo.zoo.dtypes import float_dtype
-from shardzoo.zoo.in_place import block_at
 from shardzoo.zoo.language_model import Host, no_tokens, pad, sequence_positions
+from shardzoo.zoo.linears import layer_at
 from shardzoo.zoo.mesh import CONTEXT, DATA, KV, PIPE, VOCAB, on_host
 from shardzoo.zoo.next_token import Sampling, choose
 from shardzoo.zoo.rope import rotary
@@ -129,7 +129,7 @@ def prefill(
     def run(x: Array, cache: Cache, here: Array | None) -> tuple[Array, Cache]:
         def body(carry: tuple[Array, Cache], index: Array) -> tuple[tuple[Array, Cache], None]:
             x, cache = carry
-            block = layout.gather_at_rest(block_at(model.blocks, index), declared.blocks, to="invarying")
+            block = layer_at(model.blocks, index, declared.blocks)
             q, kv = block.project(x, turn)
             window = window_of(config, first_layer(config) + index)
             attended = attention(q, kv, causal=True, **window, lengths=lengths)
@@ -160,7 +160,7 @@ def decode_step(
     def run(x: Array, cache: Cache, here: Array | None) -> tuple[Array, Cache]:
         def body(carry: tuple[Array, Cache], index: Array) -> tuple[tuple[Array, Cache], None]:
             x, cache = carry
-            block = layout.gather_at_rest(block_at(model.blocks, index), declared.blocks, to="invarying")
+            block = layer_at(model.blocks, index, declared.blocks)
             q, kv = block.project(x, turn)
             cache = cache.write(index, slot, kv, here)
             keys = cache.read(index, config.head_dim, x.dtype)

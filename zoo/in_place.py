@@ -7,16 +7,24 @@ plain slices.) Elsewhere these are ordinary slices. On a CPU no gradient flows t
 weights so only when asked to (`in_place=True`), the decode loop always.
 """
 
+import math
 from typing import TypeVar
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int, Num
+from jaxtyping import Array, Float, Int, Num, Shaped
 
+from shardzoo.kernels.flash_attention.options import accumulator
 from shardzoo.zoo.mesh import traced_platform
 
 Tree = TypeVar("Tree")
+
+FEW = 8  # rows up to which a product by a weight costs less than reading it
+BLOCK = 2 << 20  # bytes of a weight that stay in a core's cache between being read and being multiplied by
+_PARTS = 16  # of a row of a weight that one vector is multiplied by
 
 
 def _as_bits(dtype: jnp.dtype) -> bool:
@@ -38,12 +46,82 @@ def block_at(stacked: Tree, layer: Int[Array, ""]) -> Tree:
     return jax.tree.map(lambda leaf: _pick(leaf, layer, lambda x, i: lax.dynamic_index_in_dim(x, i, 0, False)), stacked)
 
 
+class Stacked(eqx.Module):
+    """A layer's weight among those of all layers, not read yet: `layers.contract` takes it where it lies.
+
+    A loop over layers on a CPU writes each layer's weights out before it multiplies by them, which for few rows takes
+    longer than the product.
+    """
+
+    stack: Shaped[Array, "layer out *rest"]
+    layer: Int[Array, ""]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.stack.shape[1:]
+
+    @property
+    def ndim(self) -> int:
+        return self.stack.ndim - 1
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.stack.dtype
+
+    def __getitem__(self, outputs: slice) -> Shaped[Array, "*out_in"]:
+        return self.read()[outputs]
+
+    def read(self) -> Shaped[Array, "*out_in"]:
+        return block_at(self.stack, self.layer)
+
+    def product(self, rows: Float[Array, "rows in"]) -> Float[Array, "rows out"]:
+        """rows . weight over all inputs, for few rows; in float32 at least."""
+        count, width = rows.shape
+        outputs = math.prod(self.shape) // width
+        stack = self.stack.reshape(-1, outputs, width)
+        if count == 1 and width % _PARTS == 0:
+            return self._by_one_row(stack, rows[0].astype(accumulator(rows.dtype)))[None]
+        blocks = max(1, outputs * width * self.dtype.itemsize // BLOCK)
+        size = outputs // next(n for n in range(blocks, outputs + 1) if outputs % n == 0)
+
+        def block(first: Int[Array, ""]) -> Float[Array, "block rows"]:
+            return weight_first(self._cut(stack, (first, 0), (size, width)).astype(rows.dtype), rows)
+
+        if size == outputs:
+            return block(jnp.zeros((), jnp.int32)).T
+        return lax.map(block, jnp.arange(0, outputs, size, dtype=jnp.int32)).reshape(outputs, count).T
+
+    def _by_one_row(self, stack: Shaped[Array, "layer out in"], row: Float[Array, " in"]) -> Float[Array, " out"]:
+        """Sums over parts of the row side by side, then over what is left: loops that are vectors, and read in place.
+
+        A product of a matrix and a vector would have the matrix written out, and one of 16-bit floats widened as well.
+        """
+        outputs, size = stack.shape[1], row.size // _PARTS
+        total = sum(
+            self._cut(stack, (0, first), (outputs, size)).astype(row.dtype) * row[first : first + size]
+            for first in range(0, row.size, size)
+        )
+        return weight_first(total, jnp.ones((2, size), row.dtype))[:, 0]
+
+    def _cut(
+        self, stack: Shaped[Array, "layer out in"], first: tuple[Array | int, int], sizes: tuple[int, int]
+    ) -> Shaped[Array, "some_out some_in"]:
+        at = [jnp.asarray(i, jnp.int32) for i in (self.layer, *first)]
+        return _pick(stack, at, lambda x, at: lax.dynamic_slice(x, at, (1, *sizes))[0])
+
+
+def weight_first(weight: Float[Array, "out in"], rows: Float[Array, "rows in"]) -> Float[Array, "out rows"]:
+    """weight . rows, transposed; in float32 at least. XLA for CPUs copies the operand on the right of a product."""
+    dims = (((1,), (1,)), ((), ()))
+    return lax.dot_general(weight, rows, dims, preferred_element_type=accumulator(rows.dtype))
+
+
 def rows_at(table: Float[Array, "rows width"], index: Int[Array, "*shape"]) -> Float[Array, "*shape width"]:
     """Rows of a table; every index must be in range."""
     return _pick(table, index, lambda x, i: x.at[i].get(mode="promise_in_bounds"))
 
 
-def _pick(x: Array, index: Array, take) -> Array:
+def _pick(x: Array, index: Array | list[Array], take) -> Array:
     if not _as_bits(x.dtype):
         return take(x, index)
     # The barrier ties the array to the index: without it the conversion to integers moves out of the loop and becomes

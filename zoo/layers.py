@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from shardzoo.errors import InputError
 from shardzoo.kernels.flash_attention.options import manual_axes, varying_over
-from shardzoo.zoo.in_place import rows_at
+from shardzoo.zoo.in_place import FEW, Stacked, rows_at, weight_first
 from shardzoo.zoo.mesh import TP, traced_platform
 from shardzoo.zoo.weights import Adapted, Leaf, Lora, Quantized, Weight
 
@@ -159,15 +159,22 @@ def contract(
     width = math.prod(weight.shape[weight.ndim - inputs :])
     rows = x.reshape(math.prod(lead), width)
     quantized = isinstance(weight, Quantized)
-    stored = weight.values if isinstance(weight, Quantized) else weight
-    by_hand = x.dtype.itemsize == 2 and traced_platform() == "cpu"
-    stored = stored if by_hand and not quantized else stored.astype(x.dtype)
-    matrix = stored.reshape(math.prod(out), width)
-    if by_hand:
-        y = narrow_product(*varying_over((rows, matrix), manual_axes(rows) | manual_axes(matrix)))
+    on_cpu = traced_platform() == "cpu"
+    stored, few = weight.values if isinstance(weight, Quantized) else weight, on_cpu and len(rows) <= FEW
+    by_hand = x.dtype.itemsize == 2 and on_cpu
+    if isinstance(stored, Stacked) and few:
+        y = stored.product(rows)
     else:
-        wide = jnp.float32 if x.dtype.itemsize == 2 and quantized else None
-        y = lax.dot_general(rows, matrix, _OVER_LAST, preferred_element_type=wide)
+        stored = stored.read() if isinstance(stored, Stacked) else stored
+        stored = stored if by_hand and not quantized else stored.astype(x.dtype)
+        matrix = stored.reshape(math.prod(out), width)
+        if by_hand:
+            y = narrow_product(*varying_over((rows, matrix), manual_axes(rows) | manual_axes(matrix)))
+        elif few and len(rows) > 1:
+            y = weight_first(matrix, rows).T
+        else:
+            wide = jnp.float32 if x.dtype.itemsize == 2 and quantized else None
+            y = lax.dot_general(rows, matrix, _OVER_LAST, preferred_element_type=wide)
     if isinstance(weight, Quantized):
         y = y * weight.scale.astype(y.dtype).reshape(1, math.prod(out))
     y = y if unrounded and by_hand else y.astype(x.dtype)

@@ -6,10 +6,13 @@ from typing import Any
 
 import equinox as eqx
 import jax
+from jaxtyping import Array, Int
 
 from shardzoo.zoo.differences import Shifted, is_shifted
+from shardzoo.zoo.in_place import Stacked, block_at
 from shardzoo.zoo.layers import Linear, RowLinear
-from shardzoo.zoo.layout import LAYER, Param, Tree
+from shardzoo.zoo.layout import LAYER, Param, Tree, gather_at_rest
+from shardzoo.zoo.mesh import traced_platform
 from shardzoo.zoo.weights import Weight, declared_base
 
 BLOCK = "block"  # the dim that packs projections of equal size in one weight
@@ -31,6 +34,24 @@ def linear_layers(tree: Any) -> dict[str, Linear]:
     """Path of the weight -> layer, of all linear layers of a model of any filling."""
     found = jax.tree.leaves_with_path(tree, is_leaf=_is_linear)
     return {_path(path): node for path, node in found if isinstance(node, Linear)}
+
+
+def layer_at(stacked: Tree, layer: Int[Array, ""], declared: Tree) -> Tree:
+    """One of the stacked layers, for generation: each leaf read where it lies, gathered from a split at rest.
+
+    On a CPU weights of linear layers stay in the stack (`Stacked`), unless something has to be done to them first.
+    """
+    multiplied = set()
+    if traced_platform() == "cpu":
+        parts = ("", ".base", ".values", ".base.values")  # of a weight that adapters stand beside, or quantized
+        multiplied = {path + part for path in linear_layers(declared) for part in parts}
+
+    def one(path: Any, param: Any, stack: Any, whole: Any) -> Any:
+        stays = _name(path) in multiplied and isinstance(param, Param) and not param.rest and param.memory == "device"
+        return Stacked(stack, layer) if stays else whole
+
+    whole = gather_at_rest(block_at(stacked, layer), declared, to="invarying")
+    return jax.tree.map_with_path(one, declared, stacked, whole, is_leaf=is_shifted)
 
 
 def with_weights(tree: Tree, weights: Mapping[str, Weight]) -> Tree:

@@ -21,13 +21,13 @@ from jaxtyping import Array, Float, Int
 from shardzoo.errors import fail_if
 from shardzoo.kernels.flash_attention.options import varying_like
 from shardzoo.zoo import generate as shared
-from shardzoo.zoo import layout, pipeline
+from shardzoo.zoo import pipeline
 from shardzoo.zoo.attention import attention, cached_attention
 from shardzoo.zoo.cache import CACHE_SPECS, Cache, empty
 from shardzoo.zoo.delta_net import RECURRENT_SPECS, Recurrent, empty_recurrent
 from shardzoo.zoo.generate import Engine, State, check_prompts, last_rows, next_logits
-from shardzoo.zoo.in_place import block_at
 from shardzoo.zoo.language_model import sequence_positions, with_features
+from shardzoo.zoo.linears import layer_at
 from shardzoo.zoo.mesh import CONTEXT, DATA, KV, PIPE
 from shardzoo.zoo.qwen3_5 import Config, Qwen35, gather_ends, problems, rotary
 
@@ -79,13 +79,13 @@ def prefill(
 
     def delta(carry: Carry, layer: Array, here: Array | None) -> Carry:
         x, cache = carry
-        block = layout.gather_at_rest(block_at(model.delta, layer), declared.delta, to="invarying")
+        block = layer_at(model.delta, layer, declared.delta)
         mixed, kept = block.mixer.prefill(block.enter(x), lengths)
         return block.finish(x, mixed), cache._replace(delta=cache.delta.write(layer, kept, here))
 
     def attend(carry: Carry, layer: Array, here: Array | None) -> Carry:
         x, cache = carry
-        block = layout.gather_at_rest(block_at(model.attn, layer), declared.attn, to="invarying")
+        block = layer_at(model.attn, layer, declared.attn)
         q, kv, gate = block.mixer.project(block.enter(x), turn)
         mixed = block.mixer.finish(attention(q, kv, causal=True, lengths=lengths), gate)
         return block.finish(x, mixed), cache._replace(attn=cache.attn.write(layer, 0, kv, here))
@@ -117,13 +117,13 @@ def decode_step(
 
     def delta(carry: Carry, layer: Array, here: Array | None) -> Carry:
         x, cache = carry
-        block = layout.gather_at_rest(block_at(model.delta, layer), declared.delta, to="invarying")
+        block = layer_at(model.delta, layer, declared.delta)
         mixed, kept = block.mixer.step(block.enter(x), cache.delta.read(layer, x.dtype))
         return block.finish(x, mixed), cache._replace(delta=cache.delta.write(layer, kept, here, last=mixed))
 
     def attend(carry: Carry, layer: Array, here: Array | None) -> Carry:
         x, cache = carry
-        block = layout.gather_at_rest(block_at(model.attn, layer), declared.attn, to="invarying")
+        block = layer_at(model.attn, layer, declared.attn)
         q, kv, gate = block.mixer.project(block.enter(x), turn)
         attn = cache.attn.write(layer, slot, kv, here)
         attended = cached_attention(q, *attn.read(layer, model.config.head_dim, x.dtype), visible)

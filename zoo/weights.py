@@ -1,4 +1,4 @@
-"""Weights that are more than one array: quantized ones, and ones with adapters beside them.
+"""Weights that are not one array: quantized ones, ones with adapters beside them, ones still in a stack.
 
 Each stands where a layer has its weight, in every filling of a declaration, and has the shape and dtype of the weight
 that it stands for; of a live one some of the first outputs are taken as of an array. `layers.contract` multiplies by
@@ -9,6 +9,7 @@ import equinox as eqx
 import numpy as np
 from jaxtyping import Array, Float, Shaped
 
+from shardzoo.zoo.in_place import Stacked
 from shardzoo.zoo.layout import Param
 
 Leaf = Array | Param
@@ -20,7 +21,7 @@ class Quantized(eqx.Module):
     The scale is of the dtype that the weight would have, and split as the outputs are.
     """
 
-    values: Shaped[Leaf, "*out_in"]
+    values: Shaped[Leaf | Stacked, "*out_in"]
     scale: Float[Leaf, "*out"]
 
     @property
@@ -70,7 +71,7 @@ class Lora(eqx.Module):
 class Adapted(eqx.Module):
     """A weight and, by name, the adapters beside it."""
 
-    base: Float[Leaf, "*out_in"] | Quantized
+    base: Float[Leaf | Stacked, "*out_in"] | Quantized
     lora: dict[str, Lora]
 
     @property
@@ -93,7 +94,7 @@ class Adapted(eqx.Module):
         return Adapted(base=self.base[outputs], lora=parts)
 
 
-Weight = Array | Param | Quantized | Adapted
+Weight = Array | Param | Stacked | Quantized | Adapted
 
 
 def declared_base(weight: Weight) -> Param:
