@@ -21,10 +21,12 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
+from shardzoo.kernels.flash_attention.choice import known_platform
 from shardzoo.kernels.gated_delta.inverse import unit_lower_inverse
 from shardzoo.kernels.gated_delta.options import Call, Result, identity_like, result_dtype, wide
 
 CHUNK = 64  # tokens
+_FORGETS = -1e30  # log of a decay that leaves nothing, which as many as a chunk's can be added of
 
 
 class _State(NamedTuple):
@@ -73,11 +75,19 @@ def _product(formula: str, *arrays: Array) -> Array:
 
 
 def _decays(log_decay: Float[Array, "*lead chunk"]) -> Float[Array, "*lead chunk chunk"]:
-    """d_ij: the decay from after token j to token i, 0 for j > i. Each is the exponential of a sum of its own."""
+    """d_ij: the decay from after token j to token i, 0 for j > i. Each is the exponential of a sum of its own.
+
+    On CPUs the sums are a product by ones and zeros, which -inf has no place in: running sums are not vectorised there.
+    """
     size = log_decay.shape[-1]
     below = np.tri(size, size, -1, bool)
-    terms = jnp.where(below, log_decay[..., :, None], 0)
-    return jnp.exp(jnp.where(below | np.eye(size, dtype=bool), jnp.cumsum(terms, axis=-2), -jnp.inf))
+    until = below | np.eye(size, dtype=bool)
+    if known_platform() == "cpu":
+        terms = jnp.where(until, jnp.maximum(log_decay, _FORGETS)[..., None, :], 0)
+        sums = _product("...it,tj->...ij", terms, jnp.asarray(below, log_decay.dtype))
+    else:
+        sums = jnp.cumsum(jnp.where(below, log_decay[..., :, None], 0), axis=-2)
+    return jnp.exp(jnp.where(until, sums, -jnp.inf))
 
 
 def _one_chunk(before: _State, arrays: list[Array]) -> tuple[_State, tuple[Array, Array | None]]:
