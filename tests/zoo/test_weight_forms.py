@@ -1,5 +1,7 @@
 """Every family quantized and with adapters, on a mesh: the result of the rounded, merged weights on one device."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,12 +17,14 @@ from shardzoo.zoo import (
     image_vae,
     layout,
     qwen3_5,
+    qwen3_5_generate,
     qwen_image,
     t5,
     wan,
 )
 from shardzoo.zoo.adapters import Adapter, Factors
 from shardzoo.zoo.families import TraceSizes, find_family
+from shardzoo.zoo.generate import DECODER, generate
 from shardzoo.zoo.linears import linear_layers
 from shardzoo.zoo.mesh import make_mesh
 from shardzoo.zoo.quantize import declare, dequantize, quantize
@@ -55,6 +59,7 @@ FAMILIES = {
     "clip-text": clip_text.Config(vocab=56, embed=24, layers=2, heads=4, mlp=40, end_token=55),
     "clip-vision": clip_vision.Config(embed=24, layers=2, heads=4, mlp=40, image=16, patch=4),
 }
+WIDE = dict(embed=32, mlp=64)  # widths whose products by one row are in parts
 SIZES = TraceSizes(batch=2, tokens=11, frames=5, height=48, width=80)
 SLOW = ("wan", "qwen-image", "clip-vision")
 
@@ -114,6 +119,26 @@ def test_quantized_with_adapters_on_a_mesh(family):
     for path, leaf in layout.named(merged).items():
         expected = np.asarray(layout.named(whole)[path])
         assert np.abs(leaf - expected).max() <= TOLERANCE * np.abs(expected).max(), path
+
+
+@pytest.mark.parametrize("family", ["decoder", pytest.param("qwen3-5", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_tokens_of_quantized_weights_with_adapters(family, rows):
+    """Decoding reads both where they lie with other layers: its tokens are the likeliest of the forward pass."""
+    module = {"decoder": decoder, "qwen3-5": qwen3_5}[family]
+    plain = module.declare(dataclasses.replace(FAMILIES[family], **WIDE))
+    new, made, _ = rounded(plain, harsh(plain), "int8")
+    mesh = make_mesh(tensor=2, kv_heads=2)
+    declared, model = adapters.attach(new, layout.place(new, mesh, made), mesh, [style(new)])
+    prompts, new_tokens = np.random.default_rng(2).integers(0, 56, (rows, 5)), 4
+    engine = {"decoder": DECODER, "qwen3-5": qwen3_5_generate.ENGINE}[family]
+    run = generate(declared, mesh, engine=engine)
+    tokens, _ = run(model, prompts, np.full(rows, 5), max_new_tokens=new_tokens)
+    ids = np.concatenate([prompts, tokens], axis=1)
+    for live, holds in ((model, True), (adapters.detach(declared, model)[1], False)):
+        logits = np.asarray(jax.jit(module.forward(declared if holds else new, mesh))(live, ids))[:, 4:-1]
+        chosen = np.take_along_axis(logits, np.asarray(tokens)[..., None], axis=2)[..., 0]
+        assert (logits.max(-1) - chosen <= 1e-4 * np.abs(logits).max()).all() == holds
 
 
 def test_adapters_of_an_autoencoder_whose_attention_takes_its_weights_in_parts():
