@@ -85,6 +85,16 @@ def test_chunked_is_the_definition(name):
     agree(everything(x, "chunked", np.float32), want, TOLERANCE)
 
 
+@pytest.mark.parametrize("name", ["less than a chunk", "extreme decays"])
+def test_chunked_where_a_mesh_is_of_cpus(name):
+    """Decays are summed up in another way there."""
+    x, mesh = inputs(**CASES[name]), make_mesh()
+    want = exact(x)
+    with jax.enable_x64(True):
+        agree(everything(x, "chunked", np.float64, mesh=mesh), want, 1e-11)
+    agree(everything(x, "chunked", np.float32, mesh=mesh), want, TOLERANCE)
+
+
 @pytest.mark.parametrize("side", ["left", "right", "holes"])
 def test_masks(side):
     x = inputs(100)

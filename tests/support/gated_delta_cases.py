@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import P
 
 from shardzoo.kernels.gated_delta import gated_delta, gated_delta_parts
 
@@ -24,14 +25,13 @@ def inputs(seq, *, batch=2, key_heads=2, group=3, key_dim=8, value_dim=6, decay=
     return dict(zip(NAMES, (q, k, rng.normal(size=(*shape, value_dim)), -fall, rng.random(shape), state), strict=True))
 
 
-def everything(x, implementation, dtype, mask=None, seed=1):
-    """Outputs, final state, and the gradients of a weighted sum of both, by name, as float64."""
+def everything(x, implementation, dtype, mask=None, seed=1, mesh=None):
+    """Outputs, final state, and the gradients of a weighted sum of both, by name, as float64; on a mesh or not."""
     rng = np.random.default_rng(seed)
     weights = [rng.normal(size=x[n].shape).astype(dtype) for n in ("v", "state")]
     given = {n: jnp.asarray(a, dtype) for n, a in x.items()}
     seen = 1 if mask is None else mask[..., None, None]
 
-    @jax.jit
     def f(given):
         def total(given):
             out, state = gated_delta(**given, mask=mask, implementation=implementation)
@@ -39,7 +39,8 @@ def everything(x, implementation, dtype, mask=None, seed=1):
 
         return jax.value_and_grad(total, has_aux=True)(given)
 
-    (_, (out, state)), grads = f(given)
+    f = f if mesh is None else jax.shard_map(f, mesh=mesh, in_specs=P(), out_specs=P())
+    (_, (out, state)), grads = jax.jit(f)(given)
     found = {"out": out, "last": state, **{f"d_{n}": g for n, g in grads.items()}}
     return {n: np.asarray(a, np.float64) for n, a in found.items()}
 
