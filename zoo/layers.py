@@ -146,9 +146,8 @@ def contract(
     `unrounded` leaves what CPUs have of 16-bit floats in float32, for a caller that goes on in it and rounds once.
 
     The product is one of matrices: XLA for CPUs transposes a weight of more dims at every use. 16-bit floats go
-    through `narrow_product` there. By few
-    rows a wide weight is multiplied from the left, which XLA does not copy, and one that is still in the stack of all
-    layers (`Stacked`) where it lies.
+    through `narrow_product` there. By few rows a wide weight is multiplied from the left, which XLA does not copy, and
+    one that is still in the stack of all layers (`Stacked`) where it lies.
 
     A quantized weight is multiplied by as it is stored, and the outputs by its scales: before they are rounded, and
     before any reduction, so that partial sums of several weights add up and keep the range of the result. What
