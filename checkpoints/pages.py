@@ -28,9 +28,9 @@ def empty(shape: Sequence[int], dtype: Any) -> Shaped[np.ndarray, "..."]:
     return np.frombuffer(pages, np.uint8).view(dtype).reshape(tuple(shape))
 
 
-def copy(values: Shaped[np.ndarray, "..."]) -> Shaped[np.ndarray, "..."]:
-    """The same values."""
-    made = empty(values.shape, values.dtype)
+def copy(values: Shaped[np.ndarray, "..."], dtype: Any = None) -> Shaped[np.ndarray, "..."]:
+    """The same values, cast to `dtype` where one is given."""
+    made = empty(values.shape, values.dtype if dtype is None else dtype)
     made[...] = values
     return made
 

@@ -27,6 +27,7 @@ from shardzoo.checkpoints.shard_file import write_shard
 from shardzoo.errors import InputError
 
 WRITERS = 8  # files written at a time: waiting for the device costs no processor
+ENCODERS = min(4, max(2, os.cpu_count() or 2))  # of these at a time in the processor: four outrun what reads for them
 _RANGE_WRITE = 2  # Linux: SYNC_FILE_RANGE_WRITE
 MOST_UNSYNCED = 64  # files that wait to be put on the device together: each is open until then
 FULL = (errno.ENOSPC, errno.EDQUOT)  # the disk is full, or this user's share of it
@@ -219,7 +220,7 @@ class LeafWriter:
         self._sync = sync
         self._threads = concurrent.futures.ThreadPoolExecutor(WRITERS, "store")
         self._rooms: queue.LifoQueue[pages.Room] = queue.LifoQueue()  # one for each file that is encoded at a time
-        for _ in range(max(2, os.cpu_count() or 2)):
+        for _ in range(ENCODERS):
             self._rooms.put(pages.Room())
         self._open: dict[str, _Open] = {}
         self._lock = threading.Lock()

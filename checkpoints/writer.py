@@ -39,7 +39,8 @@ from shardzoo.checkpoints.manifest import (
 )
 from shardzoo.checkpoints.orbax_layout import metadata_files
 from shardzoo.checkpoints.staging import JOURNAL, Staging, listing, store_assets
-from shardzoo.checkpoints.store import Kept, LeafWriter, files_of, storage_error
+from shardzoo.checkpoints.shard_file import BAND
+from shardzoo.checkpoints.store import ENCODERS, Kept, LeafWriter, files_of, storage_error
 from shardzoo.errors import InputError, fail_if
 
 BUDGET = 128 << 20  # bytes in flight
@@ -219,6 +220,11 @@ class CheckpointWriter:
     def nbytes(self) -> int:
         """Bytes of all data files of the whole checkpoint."""
         return stored_bytes(self._placed)
+
+    @property
+    def held(self) -> int:
+        """Bytes of memory that it fills again and again, beside the values in flight."""
+        return ENCODERS * BAND
 
     def grid(self, path: str) -> Grid:
         """How a leaf is cut; `grid(path).blocks()` are the ranges of its files."""

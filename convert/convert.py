@@ -217,7 +217,8 @@ class _Run:
             sync=self.sync,
             restart=not self.resume,
         ) as writer:
-            stream = Stream(source, plan, writer, budget=self.budget, progress=self.progress, interrupt=self.interrupt)
+            free = max(self.budget - writer.held, self.budget // 2)
+            stream = Stream(source, plan, writer, budget=free, progress=self.progress, interrupt=self.interrupt)
             stream.run()
             writer.publish(_sources(source, stream.digests))
             return stream, writer.nbytes

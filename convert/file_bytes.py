@@ -18,6 +18,7 @@ from typing import Literal
 import ml_dtypes
 import numpy as np
 
+from shardzoo.checkpoints import pages
 from shardzoo.errors import InputError
 
 Strategy = Literal["auto", "mmap", "pread"]
@@ -186,8 +187,7 @@ class FileBytes:
         mapped = self._map
         if mapped is not None:
             return memoryview(mapped)[offset : offset + count]
-        # numpy leaves the pages untouched where bytearray would zero them first.
-        target = np.empty(count, np.uint8)
+        target = pages.empty((count,), np.uint8)
         self._fill(target.data, offset)
         target.flags.writeable = False
         return target.data
@@ -244,7 +244,7 @@ def read_stored(data: FileBytes, stored: Stored, rows: slice | None = None) -> n
     count = math.prod(shape) * stored.dtype.itemsize
     base = offset + (start * (stored.nbytes // stored.shape[0]) if shape else 0)
     array = np.ndarray(shape, stored.dtype, data.view(base, count))
-    return array if array.flags.aligned else array.copy()
+    return array if array.flags.aligned else pages.copy(array)
 
 
 def release_stored(data: FileBytes, stored: Stored, rows: slice | None = None) -> None:
@@ -276,7 +276,7 @@ def _read_packed(data: FileBytes, stored: Stored, shape: tuple[int, ...], start:
     first = start * (math.prod(stored.shape[1:]))
     whole = data.view(stored.offset + first // 2, (first + elements + 1) // 2 - first // 2)
     pairs = np.frombuffer(whole, np.uint8)
-    halves = np.empty((pairs.size, 2), np.uint8)
+    halves = pages.empty((pairs.size, 2), np.uint8)
     np.bitwise_and(pairs, 15, out=halves[:, 0])
     np.right_shift(pairs, 4, out=halves[:, 1])
     return halves.reshape(-1)[first % 2 :][:elements].reshape(shape).view(_FLOAT4)
@@ -295,7 +295,7 @@ def _gather(
     strides: tuple[int, ...],
 ) -> np.ndarray:
     """Copies a strided tensor into row-major order, walking the file in storage order a few MiB at a time."""
-    target = np.empty(shape, dtype)
+    target = pages.empty(shape, dtype)
     order = sorted(range(len(shape)), key=lambda dim: -strides[dim])
     view = target.transpose(order)
     _gather_into(data, view, offset, tuple(strides[dim] for dim in order))

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from shardzoo.checkpoints import pages
 from shardzoo.checkpoints.grid import Grid, index_of
 from shardzoo.checkpoints.store import Budget
 from shardzoo.checkpoints.writer import CheckpointWriter
@@ -329,7 +330,7 @@ class Stream:
         if values.dtype == dtype:
             return values
         with np.errstate(over="ignore"):
-            made = values.astype(dtype)
+            made = pages.copy(values, dtype)
         if np.isfinite(made).all():
             return made
         lost = ~np.isfinite(made) & np.isfinite(values)
@@ -355,7 +356,9 @@ class Stream:
         shape = [stop - start for start, stop in block]
         place = tuple(slice(a - o, b - o) for (a, b), (o, _) in zip(at, block, strict=True))
         with self._lock:
-            array, left = self._halves.setdefault((path, block), (np.empty(shape, values.dtype), [int(np.prod(shape))]))
+            if (path, block) not in self._halves:
+                self._halves[path, block] = pages.empty(shape, values.dtype), [math.prod(shape)]
+            array, left = self._halves[path, block]
             array[place] = values
             left[0] -= values.size
             if left[0]:

@@ -9,7 +9,7 @@ import time
 
 import pytest
 import tiny_models
-from forked import Forks, moments
+from forked import Forks, Moments
 
 from shardzoo import checkpoints
 from shardzoo.convert.convert import convert
@@ -71,12 +71,14 @@ def test_convert_killed_at_random_moments_carries_on_to_the_same_bytes(whole, fo
     shutil.rmtree(target)
     longest = seconds(lambda: forks.run(program))
     cut = resumed = 0
-    for after in moments(KILLS, longest, seed=kill):
+    moments = Moments(KILLS, longest, seed=kill)
+    for after in moments:
         shutil.rmtree(target, ignore_errors=True)
         if random.Random(after).random() < 0.5:  # else the leavings of several kills add up
             shutil.rmtree(staging, ignore_errors=True)
         status = forks.run(program, kill=kill, after=after)
         if status == 0:
+            moments.too_late(after)
             assert tiny_models.files(target) == wanted
             continue
         assert status == (-signal.SIGKILL if kill == signal.SIGKILL else 130), forks.errors()
@@ -101,9 +103,12 @@ def test_export_killed_at_random_moments_carries_on_to_the_same_bytes(whole, for
     shutil.rmtree(target)
     longest = seconds(lambda: forks.run(program))
     cut = resumed = 0
-    for after in moments(KILLS, longest, seed=kill):
+    moments = Moments(KILLS, longest, seed=kill)
+    for after in moments:
         shutil.rmtree(target, ignore_errors=True)
         status = forks.run(program, kill=kill, after=after)
+        if status == 0:
+            moments.too_late(after)
         if status == 0 or target.exists():
             assert tiny_models.files(target) == wanted
             continue

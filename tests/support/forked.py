@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Self
 
@@ -83,7 +84,18 @@ class Forks:
         return self._errors.read_text()
 
 
-def moments(count: int, longest: float, seed: int) -> list[float]:
-    """Times of kills, spread over a run of `longest` seconds."""
-    rng = random.Random(seed)
-    return [longest * (i + rng.random()) / count for i in range(count)]
+class Moments:
+    """Times of `count` kills, spread over a run of `longest` seconds: earlier ones first.
+
+    Other work on the machine makes `longest` long once and not again: `too_late` says that a run ended before its kill.
+    """
+
+    def __init__(self, count: int, longest: float, seed: int):
+        self._count, self._longest, self._random = count, longest, random.Random(seed)
+
+    def __iter__(self) -> Iterator[float]:
+        for i in range(self._count):
+            yield self._longest * (i + self._random.random()) / self._count
+
+    def too_late(self, after: float) -> None:
+        self._longest = min(self._longest, after)
