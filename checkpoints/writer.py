@@ -38,8 +38,8 @@ from shardzoo.checkpoints.manifest import (
     sha256,
 )
 from shardzoo.checkpoints.orbax_layout import metadata_files
-from shardzoo.checkpoints.staging import JOURNAL, Staging, listing, store_assets
 from shardzoo.checkpoints.shard_file import BAND
+from shardzoo.checkpoints.staging import JOURNAL, Staging, listing, store_assets
 from shardzoo.checkpoints.store import ENCODERS, Kept, LeafWriter, files_of, storage_error
 from shardzoo.errors import InputError, fail_if
 
