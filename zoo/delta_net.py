@@ -27,6 +27,9 @@ from shardzoo.zoo.weights import Leaf
 
 SEQ = 1
 L2_EPS = 1e-6  # under the root of the norms of queries and keys
+# Tokens of all rows that a CPU takes through a layer at a time: what the layer makes of them stays in its cache.
+CPU_PIECE = 1024
+CPU_STEP = 64  # pieces are of so many tokens of each row, or of a multiple of it: of whole chunks of the rule
 
 
 class Sizes(NamedTuple):
@@ -181,6 +184,9 @@ class DeltaNet(eqx.Module):
         residual: Residual = WHOLE_STREAM,
     ) -> Float[Array, "batch part_seq embed"]:
         """A whole sequence, split over `context`. Tokens out of the mask leave the state as it is."""
+        if size := _piece_size(x):
+            out, _ = self._in_pieces(x, size, mask, None)
+            return out
         mixed = self.project(x)
         before = tokens_before(mixed.qkv, self.conv_v.shape[-1] - 1)
         q, k, v = self.convolve(mixed.qkv, before)
@@ -191,13 +197,61 @@ class DeltaNet(eqx.Module):
         self, x: Float[Array, "batch seq embed"], lengths: Int[Array, " batch"]
     ) -> tuple[Float[Array, "batch seq embed"], Recurrent]:
         """As `__call__` for rows of these lengths; also what decoding goes on from, on every device of `context`."""
+        place = lax.axis_index(CONTEXT) * x.shape[SEQ] + jnp.arange(x.shape[SEQ])
+        mask = place < lengths[:, None]
+        if size := _piece_size(x):
+            out, kept = self._in_pieces(x, size, mask, lengths)
+            return out, lax.psum(kept, CONTEXT)  # of one device: tells the type, moves nothing
         mixed = self.project(x)
         count = self.conv_v.shape[-1] - 1
         q, k, v = self.convolve(mixed.qkv, tokens_before(mixed.qkv, count))
-        place = lax.axis_index(CONTEXT) * x.shape[SEQ] + jnp.arange(x.shape[SEQ])
-        mask = place < lengths[:, None]
         o, state = delta_over_context(q, k, v, mixed.log_decay, mixed.beta, mask=mask, keep=True)
         return self.finish(o, mixed, WHOLE_STREAM), Recurrent(last_tokens(mixed.qkv, lengths, count), state)
+
+    def _in_pieces(
+        self,
+        x: Float[Array, "batch seq embed"],
+        size: int,
+        mask: Bool[Array, "batch seq"] | None,
+        lengths: Int[Array, " batch"] | None,
+    ) -> tuple[Float[Array, "batch seq embed"], Recurrent]:
+        """Output of a sequence that one device has whole, `size` tokens of each row at a time, the first piece shorter.
+
+        Also what decoding goes on from after rows of these lengths; without lengths its tail is that of whole rows.
+        """
+        count, first = self.conv_v.shape[-1] - 1, x.shape[SEQ] % size
+
+        def piece(
+            carry: tuple[Recurrent, Array], part: tuple[Array, Array | None, Int[Array, ""]]
+        ) -> tuple[tuple[Recurrent, Array], Array]:
+            """From the state before a piece to the one after it, and what has been found of the tail; the output."""
+            (before, kept), (x, mask, start) = carry, part
+            mixed = self.project(x)
+            q, k, v = self.convolve(mixed.qkv, before.tail)
+            o, state = gated_delta(q, k, v, mixed.log_decay, mixed.beta, mask=mask, state=before.state)
+            after = Recurrent(jnp.concatenate([before.tail, mixed.qkv], axis=SEQ)[:, x.shape[SEQ] :], state)
+            kept = after.tail if lengths is None else kept + tokens_kept(mixed.qkv, lengths, count, start)
+            return (after, kept), self.finish(o, mixed, WHOLE_STREAM)
+
+        def cut(x: Array | None) -> Array | None:
+            """Of the pieces after the first ones: (piece, row, token)."""
+            if x is None:
+                return None
+            return jnp.moveaxis(x[:, first:].reshape(x.shape[0], -1, size, *x.shape[2:]), 1, 0)
+
+        one = self.project(x[:, :1])  # for its type alone
+        heads, value_dim = self.conv_v.shape[:2]
+        state = jnp.zeros((x.shape[0], heads, self.conv_qk.shape[-2], value_dim), jnp.float32)
+        tail = tokens_before(one.qkv, count)
+        carry, outs = (Recurrent(tail, varying_like(state, one.log_decay)), tail), []
+        if first:
+            part = x[:, :first], None if mask is None else mask[:, :first], jnp.zeros((), jnp.int32)
+            carry, out = piece(carry, part)
+            outs = [out]
+        starts = first + size * jnp.arange(x.shape[SEQ] // size)
+        (last, kept), out = lax.scan(piece, carry, (cut(x), cut(mask), starts))
+        outs.append(jnp.moveaxis(out, 0, 1).reshape(x.shape[0], -1, x.shape[-1]))
+        return jnp.concatenate(outs, axis=SEQ), Recurrent(kept, last.state)
 
     def step(
         self, x: Float[Array, "batch one embed"], cache: Recurrent
@@ -208,6 +262,16 @@ class DeltaNet(eqx.Module):
         q, k, v = self.convolve(mixed.qkv, cache.tail)
         o, state = gated_delta(q, k, v, mixed.log_decay, mixed.beta, state=cache.state)
         return self.finish(o, mixed, WHOLE_STREAM), Recurrent(tail, state)
+
+
+def _piece_size(x: Float[Array, "batch seq embed"]) -> int:
+    """How many tokens of each row to take at a time; 0 for all of them.
+
+    Only where one device has whole sequences and all heads: no piece is worth a collective of its own.
+    """
+    size = max(1, CPU_PIECE // (max(x.shape[0], 1) * CPU_STEP)) * CPU_STEP
+    alone = lax.axis_size(CONTEXT) == lax.axis_size(TP) == 1
+    return size if traced_platform() == "cpu" and alone and x.shape[SEQ] > size else 0
 
 
 def _flat(x: Float[Array, "batch seq *rest"]) -> Float[Array, "batch seq channels"]:
@@ -239,11 +303,17 @@ def last_tokens(
     x: Float[Array, "batch seq channels"], lengths: Int[Array, " batch"], count: int
 ) -> Float[Array, "batch count channels"]:
     """The last `count` tokens of each row, zeros before its first one: one all-reduce over `context`."""
-    seq = x.shape[SEQ]
-    local = lengths[:, None] - count + jnp.arange(count) - lax.axis_index(CONTEXT) * seq
-    here = (local >= 0) & (local < seq)
-    found = jnp.take_along_axis(x, jnp.clip(local, 0, seq - 1)[..., None], axis=SEQ)
-    return lax.psum(jnp.where(here[..., None], found, 0), CONTEXT)
+    return lax.psum(tokens_kept(x, lengths, count, lax.axis_index(CONTEXT) * x.shape[SEQ]), CONTEXT)
+
+
+def tokens_kept(
+    x: Float[Array, "batch seq channels"], lengths: Int[Array, " batch"], count: int, start: Int[Array, ""]
+) -> Float[Array, "batch count channels"]:
+    """Those of the last `count` tokens of each row that are in this part of it, from `start` on, and zeros."""
+    local = lengths[:, None] - count + jnp.arange(count) - start
+    here = (local >= 0) & (local < x.shape[SEQ])
+    found = jnp.take_along_axis(x, jnp.clip(local, 0, x.shape[SEQ] - 1)[..., None], axis=SEQ)
+    return jnp.where(here[..., None], found, 0)
 
 
 def delta_over_context(

@@ -10,18 +10,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import P, lax
-from mesh_parity import assert_close, harsh
+from mesh_parity import assert_close, harsh, on_mesh
 from tiny_qwen3_5 import CONFIG, weights
 
 from shardzoo.errors import InputError
 from shardzoo.kernels.gated_delta import gated_delta
-from shardzoo.zoo import layout, qwen3_5
-from shardzoo.zoo.delta_net import delta_over_context, last_tokens, tokens_before
+from shardzoo.zoo import delta_net, layout, qwen3_5
+from shardzoo.zoo.delta_net import DeltaNet, Recurrent, delta_over_context, last_tokens, tokens_before
 from shardzoo.zoo.families import config_from_json, config_to_json, find_preset
-from shardzoo.zoo.mesh import Degrees, make_mesh
+from shardzoo.zoo.mesh import TP, Degrees, make_mesh
 from shardzoo.zoo.qwen3_5 import Config, pair_axes
 
 B, S = 3, 19
+SPLIT = P("data", "context")
 OTHER = dataclasses.replace(
     CONFIG, layers=4, interval=2, heads=24, kv_heads=4, key_heads=16, value_heads=48, key_dim=6, value_dim=7, taps=5,
     tied=True,
@@ -87,6 +88,55 @@ MORE = [
 def test_mesh_parity(name, degrees, options):
     """Forward and gradient on a mesh, at 1e-5 of one device's."""
     assert_close(run(CONFIGS[name], Degrees(**degrees), **options), one_device(name))
+
+
+@pytest.mark.parametrize("piece", [3, 13, 40])  # tokens of three rows: 1, 4 and 13 of each, which 19 leave 0, 3 and 6
+def test_a_sequence_in_pieces_is_the_sequence(monkeypatch, piece):
+    """Outputs and gradients, of ragged rows and of rows with masks."""
+    want = one_device("thirds"), run(CONFIG, Degrees(), mask=LEFT)
+    monkeypatch.setattr(delta_net, "CPU_PIECE", piece)
+    monkeypatch.setattr(delta_net, "CPU_STEP", 1)
+    assert_close((run(CONFIG, Degrees()), run(CONFIG, Degrees(), mask=LEFT)), want)
+
+
+def delta_layer(call, inputs, out_specs):
+    """A layer on one device: the jitted call, and weights for it."""
+    declared = DeltaNet.declare(CONFIG.delta_sizes)
+    return on_mesh(declared, make_mesh(), call, inputs, out_specs), harsh(declared)
+
+
+@pytest.mark.parametrize("piece, dtype", [(3, "float32"), (13, "float32"), (13, "bfloat16"), (6, "float32")])
+def test_decoding_goes_on_from_a_prompt_in_pieces(monkeypatch, piece, dtype):
+    """The state and the tail, also of rows that are shorter than the convolution, or empty."""
+    lengths = np.array([19, 2, 0])
+    x = jnp.asarray(np.random.default_rng(3).normal(size=(B, S, CONFIG.embed)), dtype)
+
+    def prefill():
+        kept = Recurrent(tail=P("data", None, TP), state=P("data", TP))
+        f, model = delta_layer(lambda m, x, n: m.prefill(x, n), (SPLIT, P("data")), (SPLIT, kept))
+        out, kept = f(jax.tree.map(lambda w: w.astype(dtype), model), x, lengths)
+        return np.asarray(out, np.float32)[np.arange(S) < lengths[:, None]], np.asarray(kept.tail), kept.state
+
+    want = prefill()
+    monkeypatch.setattr(delta_net, "CPU_PIECE", piece)
+    monkeypatch.setattr(delta_net, "CPU_STEP", 1)
+    got = prefill()
+    assert want[1].any() and not want[1][2].any()
+    np.testing.assert_array_equal(got[1], want[1])
+    digits = dict(float32=2e-5, bfloat16=2e-2)[dtype]
+    np.testing.assert_allclose(got[0], want[0], rtol=0, atol=digits * np.abs(want[0]).max())
+    np.testing.assert_allclose(got[2], want[2], rtol=0, atol=2e-5 * np.abs(want[2]).max())
+
+
+def test_what_a_cpu_holds_beside_input_and_output_does_not_grow_with_the_sequence():
+    layer, model = delta_layer(lambda m, x: m(x), (SPLIT,), SPLIT)
+
+    def temporaries(tokens):
+        x = jax.ShapeDtypeStruct((1, tokens, CONFIG.embed), jnp.float32)
+        return layer.lower(model, x).compile().memory_analysis().temp_size_in_bytes
+
+    short, long = (temporaries(n * delta_net.CPU_PIECE) for n in (2, 10))
+    assert long - short <= 2 * 8 * delta_net.CPU_PIECE * CONFIG.embed * 4, (short, long)
 
 
 @pytest.mark.slow
