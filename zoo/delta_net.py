@@ -220,18 +220,19 @@ class DeltaNet(eqx.Module):
         Also what decoding goes on from after rows of these lengths; without lengths its tail is that of whole rows.
         """
         count, first = self.conv_v.shape[-1] - 1, x.shape[SEQ] % size
+        layer = varying_like(self, x)  # so that gradients are summed over `data` once, not for each piece
 
         def piece(
             carry: tuple[Recurrent, Array], part: tuple[Array, Array | None, Int[Array, ""]]
         ) -> tuple[tuple[Recurrent, Array], Array]:
             """From the state before a piece to the one after it, and what has been found of the tail; the output."""
             (before, kept), (x, mask, start) = carry, part
-            mixed = self.project(x)
-            q, k, v = self.convolve(mixed.qkv, before.tail)
+            mixed = layer.project(x)
+            q, k, v = layer.convolve(mixed.qkv, before.tail)
             o, state = gated_delta(q, k, v, mixed.log_decay, mixed.beta, mask=mask, state=before.state)
             after = Recurrent(jnp.concatenate([before.tail, mixed.qkv], axis=SEQ)[:, x.shape[SEQ] :], state)
             kept = after.tail if lengths is None else kept + tokens_kept(mixed.qkv, lengths, count, start)
-            return (after, kept), self.finish(o, mixed, WHOLE_STREAM)
+            return (after, kept), layer.finish(o, mixed, WHOLE_STREAM)
 
         def cut(x: Array | None) -> Array | None:
             """Of the pieces after the first ones: (piece, row, token)."""
@@ -239,7 +240,7 @@ class DeltaNet(eqx.Module):
                 return None
             return jnp.moveaxis(x[:, first:].reshape(x.shape[0], -1, size, *x.shape[2:]), 1, 0)
 
-        one = self.project(x[:, :1])  # for its type alone
+        one = layer.project(x[:, :1])  # for its type alone
         heads, value_dim = self.conv_v.shape[:2]
         state = jnp.zeros((x.shape[0], heads, self.conv_qk.shape[-2], value_dim), jnp.float32)
         tail = tokens_before(one.qkv, count)

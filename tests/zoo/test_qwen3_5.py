@@ -128,6 +128,19 @@ def test_decoding_goes_on_from_a_prompt_in_pieces(monkeypatch, piece, dtype):
     np.testing.assert_allclose(got[2], want[2], rtol=0, atol=2e-5 * np.abs(want[2]).max())
 
 
+def test_a_sequence_in_pieces_sums_gradients_over_data_once(monkeypatch):
+    monkeypatch.setattr(delta_net, "CPU_PIECE", 64)
+    declared, mesh = DeltaNet.declare(CONFIG.delta_sizes), make_mesh(data=2)
+    layer = jax.shard_map(lambda m, x: m(x), mesh=mesh, in_specs=(layout.specs(declared), SPLIT), out_specs=SPLIT)
+    step = jax.jit(jax.grad(lambda m, x: jnp.sum(jnp.sin(layer(m, x)))))
+    text = step.lower(harsh(declared), jnp.ones((2, 256, CONFIG.embed))).compile().as_text()
+    bodies = set(re.findall(r"body=%?([\w.-]+)", text))
+    loops = [c for c in re.split(r"\n(?=%)", text) if c.removeprefix("%").split(" ")[0] in bodies]
+    both = re.compile(r" all-reduce\(.*replica_groups=(\{\{0,1\}|\[1,2\])")
+    assert len(loops) == len(bodies) > 0 and both.search(text)
+    assert not any(both.search(loop) for loop in loops)
+
+
 def test_what_a_cpu_holds_beside_input_and_output_does_not_grow_with_the_sequence():
     layer, model = delta_layer(lambda m, x: m(x), (SPLIT,), SPLIT)
 
