@@ -67,7 +67,7 @@ def test_a_conversion_holds_its_budget_and_little_else(tmp_path, files, processo
     done = subprocess.run(program, capture_output=True, text=True, check=True)
     found = json.loads(done.stdout)
     assert found["written"] > 4 * BUDGET, "too little for the budget to matter"
-    assert found["peak"] - found["before"] < BUDGET + 32 * MIB, found
+    assert found["peak"] - found["before"] < BUDGET + 40 * MIB, found
     assert found["peak"] < 400 * MIB, found
     assert not found["tensorstore"], "only reading needs TensorStore, which is 25 MiB by itself"
 
