@@ -131,8 +131,8 @@ def convert(
         dst: where the checkpoint will be.
         family, component, dtype, config, prefix, quantize: see `make_plan`.
         variant, select: see `open_source`.
-        memory_budget: bytes of values in flight (default 128 MiB, or what the largest block needs if that is more);
-            peak memory is about this and the interpreter.
+        memory_budget: bytes of values in flight and of what they are encoded in (default 128 MiB, or what the
+            largest block needs if that is more); peak memory is about this and the interpreter.
         dry_run: check everything and predict time and memory, but leave nothing at the destination: its speed is
             measured by a nameless file, no longer than the checkpoint and gone at once.
         resume: carry on an interrupted run of the same plan; False starts again.

@@ -227,12 +227,9 @@ class DeltaNet(eqx.Module):
         ) -> tuple[tuple[Recurrent, Array], Array]:
             """From the state before a piece to the one after it, and what has been found of the tail; the output."""
             (before, kept), (x, mask, start) = carry, part
-            mixed = layer.project(x)
-            q, k, v = layer.convolve(mixed.qkv, before.tail)
-            o, state = gated_delta(q, k, v, mixed.log_decay, mixed.beta, mask=mask, state=before.state)
-            after = Recurrent(jnp.concatenate([before.tail, mixed.qkv], axis=SEQ)[:, x.shape[SEQ] :], state)
-            kept = after.tail if lengths is None else kept + tokens_kept(mixed.qkv, lengths, count, start)
-            return (after, kept), layer.finish(o, mixed, WHOLE_STREAM)
+            out, after, qkv = layer._go_on(x, before, mask)
+            kept = after.tail if lengths is None else kept + tokens_kept(qkv, lengths, count, start)
+            return (after, kept), out
 
         def cut(x: Array | None) -> Array | None:
             """Of the pieces after the first ones: (piece, row, token)."""
@@ -258,11 +255,18 @@ class DeltaNet(eqx.Module):
         self, x: Float[Array, "batch one embed"], cache: Recurrent
     ) -> tuple[Float[Array, "batch one embed"], Recurrent]:
         """One more token of each row, the same on every device of `context`."""
+        out, after, _ = self._go_on(x, cache)
+        return out, after
+
+    def _go_on(
+        self, x: Float[Array, "batch seq embed"], before: Recurrent, mask: Bool[Array, "batch seq"] | None = None
+    ) -> tuple[Float[Array, "batch seq embed"], Recurrent, Float[Array, "batch seq channels"]]:
+        """The output for tokens that follow, what those after them go on from, and the inputs of the convolution."""
         mixed = self.project(x)
-        tail = jnp.concatenate([cache.tail, mixed.qkv], axis=SEQ)[:, 1:]
-        q, k, v = self.convolve(mixed.qkv, cache.tail)
-        o, state = gated_delta(q, k, v, mixed.log_decay, mixed.beta, state=cache.state)
-        return self.finish(o, mixed, WHOLE_STREAM), Recurrent(tail, state)
+        tail = jnp.concatenate([before.tail, mixed.qkv], axis=SEQ)[:, x.shape[SEQ] :]
+        q, k, v = self.convolve(mixed.qkv, before.tail)
+        o, state = gated_delta(q, k, v, mixed.log_decay, mixed.beta, mask=mask, state=before.state)
+        return self.finish(o, mixed, WHOLE_STREAM), Recurrent(tail, state), mixed.qkv
 
 
 def _piece_size(x: Float[Array, "batch seq embed"]) -> int:
