@@ -17,6 +17,7 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Shaped
 
+from shardzoo.checkpoints import pages
 from shardzoo.checkpoints.checkpoint import Checkpoint
 from shardzoo.checkpoints.forms import quantized_leaves
 from shardzoo.checkpoints.grid import Block
@@ -69,6 +70,7 @@ class QuantizedWeight:
             wanted = (*rows, *at[self._outputs :])
             place = tuple(slice(r.start - s.start, r.stop - s.start) for r, s in zip(wanted, at, strict=True))
             made = self._make_scales(rows)
+            pages.populate(into[place])
             into[place] = (
                 quantize.at_scale(self._read(wanted), self._scale[rows], self._kind) if made is None else made[columns]
             )

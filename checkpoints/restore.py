@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jaxtyping import Array, Shaped
 
-from shardzoo.checkpoints import distributed, sums
+from shardzoo.checkpoints import distributed, pages, sums
 from shardzoo.checkpoints.checkpoint import Checkpoint, damage
 from shardzoo.checkpoints.checkpoint import open as open_checkpoint
 from shardzoo.checkpoints.grid import Block
@@ -272,6 +272,8 @@ def _source(
 def _empty(shape: tuple[int, ...], dtype: np.dtype) -> Shaped[np.ndarray, "..."]:
     """Host memory aligned to 64 bytes: JAX on the CPU shares such memory and copies other."""
     nbytes = math.prod(shape) * dtype.itemsize
+    if nbytes >= pages.LEAST:
+        return pages.empty(shape, dtype)
     raw = np.empty(nbytes + 64, np.uint8)
     start = -raw.ctypes.data % 64
     return raw[start : start + nbytes].view(dtype).reshape(shape)

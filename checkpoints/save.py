@@ -278,7 +278,9 @@ def gather(
         part = _to_host(data, within)
         if part.shape == whole.shape:
             return part
-        whole[tuple(slice(a - s.start, b - s.start) for (a, b), s in zip(both, at, strict=True))] = part
+        into = whole[tuple(slice(a - s.start, b - s.start) for (a, b), s in zip(both, at, strict=True))]
+        pages.populate(into)
+        into[...] = part
     return whole
 
 

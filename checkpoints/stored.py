@@ -109,7 +109,7 @@ class StoredArray:
 
     def read(self) -> Reading:
         """Begins reading."""
-        return self.begin(np.empty(self.shape, self.numpy_dtype))
+        return self.begin(pages.empty(self.shape, self.numpy_dtype))
 
     def begin(self, host: Shaped[np.ndarray, "..."]) -> Reading:
         """Begins reading into `host`, of this shape and dtype."""
@@ -122,10 +122,11 @@ class StoredArray:
         block = self.grid.block(index)
         at = tuple(slice(max(s.start, b.start), min(s.stop, b.stop)) for s, b in zip(self.ranges, block, strict=True))
         inside = tuple(slice(a.start - s.start, a.stop - s.start) for a, s in zip(at, self.ranges, strict=True))
-        file = self.folder / self.grid.file(index)
+        file, into = self.folder / self.grid.file(index), host[index_of(inside)]
         handle = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            read_shard(handle, self.grid, index, at, self.spec.dtype, host[index_of(inside)], self.reader.room())
+            pages.populate(into)
+            read_shard(handle, self.grid, index, at, self.spec.dtype, into, self.reader.room())
         except ValueError as error:
             raise ValueError(f"{file}: {error}") from None
         finally:

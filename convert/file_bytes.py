@@ -4,7 +4,6 @@ Every reader hands out `Stored` records (where a tensor lies, its type and its s
 a numpy array. Both are safe to call from several threads at once: nothing here keeps a file position.
 """
 
-import errno
 import math
 import mmap
 import os
@@ -22,7 +21,6 @@ from shardzoo.checkpoints import pages
 from shardzoo.errors import InputError
 
 Strategy = Literal["auto", "mmap", "pread"]
-POPULATE_READ = 22  # Linux 5.14: MADV_POPULATE_READ, which the mmap module does not name
 
 # Page faults over a network cost a round trip each; large reads do not.
 NETWORK_FILE_SYSTEMS = frozenset(
@@ -129,6 +127,7 @@ class FileBytes:
         self.path = path
         self._fd = -1
         self._map: mmap.mmap | None = None
+        self._address = 0  # of the map
         try:  # without O_NONBLOCK opening a pipe waits for its other end
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except (OSError, ValueError) as error:
@@ -144,6 +143,7 @@ class FileBytes:
         if strategy == "mmap" and self.size:
             try:
                 self._map = mmap.mmap(self._fd, 0, access=mmap.ACCESS_READ)
+                self._address = np.frombuffer(self._map, np.uint8).ctypes.data
             except (
                 OSError,
                 ValueError,
@@ -188,6 +188,7 @@ class FileBytes:
         if mapped is not None:
             return memoryview(mapped)[offset : offset + count]
         target = pages.empty((count,), np.uint8)
+        pages.populate(target)
         self._fill(target.data, offset)
         target.flags.writeable = False
         return target.data
@@ -208,20 +209,20 @@ class FileBytes:
         mapped = self._map
         if mapped is None or count <= 0 or sys.platform != "linux":
             return
-        start = offset // mmap.PAGESIZE * mmap.PAGESIZE
         try:
-            mapped.madvise(POPULATE_READ, start, min(offset + count, self.size) - start)
+            self._advise(offset, count, pages.POPULATE_READ)
         except OSError as error:
-            if error.errno != errno.EINVAL:  # that is an older kernel: pages are mapped when touched
-                raise InputError(f"{self.path}: reading at byte {offset} failed ({error.strerror})") from None
+            raise InputError(f"{self.path}: reading at byte {offset} failed ({error.strerror})") from None
+
+    def _advise(self, offset: int, count: int, advice: int) -> None:
+        pages.advise(self._address + offset, self._address + min(offset + count, self.size), advice)
 
     def release(self, offset: int, count: int) -> None:
         """Gives the mapped pages of this range back; they are read again when touched, so any view stays valid."""
         mapped = self._map
         if mapped is None or count <= 0 or not hasattr(mmap, "MADV_DONTNEED"):
             return
-        start = offset // mmap.PAGESIZE * mmap.PAGESIZE
-        mapped.madvise(mmap.MADV_DONTNEED, start, min(offset + count, self.size) - start)
+        self._advise(offset, count, mmap.MADV_DONTNEED)
 
 
 def read_stored(data: FileBytes, stored: Stored, rows: slice | None = None) -> np.ndarray:
@@ -277,6 +278,7 @@ def _read_packed(data: FileBytes, stored: Stored, shape: tuple[int, ...], start:
     whole = data.view(stored.offset + first // 2, (first + elements + 1) // 2 - first // 2)
     pairs = np.frombuffer(whole, np.uint8)
     halves = pages.empty((pairs.size, 2), np.uint8)
+    pages.populate(halves)
     np.bitwise_and(pairs, 15, out=halves[:, 0])
     np.right_shift(pairs, 4, out=halves[:, 1])
     return halves.reshape(-1)[first % 2 :][:elements].reshape(shape).view(_FLOAT4)
@@ -296,6 +298,7 @@ def _gather(
 ) -> np.ndarray:
     """Copies a strided tensor into row-major order, walking the file in storage order a few MiB at a time."""
     target = pages.empty(shape, dtype)
+    pages.populate(target)
     order = sorted(range(len(shape)), key=lambda dim: -strides[dim])
     view = target.transpose(order)
     _gather_into(data, view, offset, tuple(strides[dim] for dim in order))
