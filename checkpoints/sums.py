@@ -23,6 +23,7 @@ SEEDS = ((0x9E3779B1, 0x85EBCA77), (0xC2B2AE3D, 0x27D4EB2F))  # (row, column) we
 TAIL = 128  # columns: at least this many where the leaf has them
 PIECE = 1 << 22  # elements that numpy sums at a time
 TILE = 1 << 19  # words widened at a time, so that they stay in cache
+FEW = 64  # rows: from here on it takes a third less time to sum along them first
 SUB_BYTE = {
     np.dtype(ml_dtypes.int2): 2,
     np.dtype(ml_dtypes.int4): 4,
@@ -108,7 +109,11 @@ def _of_piece(
         wide = words_of_step[: len(flat) - at]
         np.copyto(wide, flat[at : at + step])  # once for both sums
         for which, (f, g) in enumerate(weights):
-            sums[which] += int(np.dot(np.einsum("rc,c->r", wide, g), f[at : at + step]))
+            f = f[at : at + step]
+            if len(f) < FEW:
+                sums[which] += int(np.dot(np.einsum("rc,c->r", wide, g), f))
+            else:
+                sums[which] += int(np.dot(np.einsum("r,rc->c", f, wide), g))
     return sums[0] & 0xFFFFFFFF, sums[1] & 0xFFFFFFFF
 
 
