@@ -24,6 +24,7 @@ import numpy as np
 
 HIDDEN, MLP, VOCAB, HEADS, KV_HEADS = 2048, 5632, 32000, 16, 4
 SHARD = 1 << 30
+COMMAND = [sys.executable, "-m", "shardzoo"]
 
 
 def shapes(layers: int) -> dict[str, tuple[int, ...]]:
@@ -118,16 +119,6 @@ def make_pth(source: Path, folder: Path) -> None:
     subprocess.run([sys.executable, "-c", program, str(source), str(folder / "model.pth")], check=True)
 
 
-CONVERT = """
-import sys
-from shardzoo.convert.convert import convert
-convert(sys.argv[1], sys.argv[2])
-"""
-EXPORT = """
-import sys
-from shardzoo.convert.export import export
-export(sys.argv[1], sys.argv[2])
-"""
 NAIVE = """
 import sys, glob, jax, ml_dtypes, numpy as np
 import orbax.checkpoint as ocp
@@ -150,7 +141,7 @@ def measure(command: list[str], made: Path) -> tuple[float, float, float]:
     shutil.rmtree(made, ignore_errors=True)
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     began = time.perf_counter()
-    process = subprocess.Popen(command, env=environment)
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
     _, status, usage = os.wait4(process.pid, 0)
     seconds = time.perf_counter() - began
     if status:
@@ -162,7 +153,7 @@ def measure(command: list[str], made: Path) -> tuple[float, float, float]:
 def sides(source: Path, made: Path, only: list[str]) -> dict[str, list[str]]:
     commands = {
         "cp": ["cp", "-r", str(source), str(made)],
-        "convert": [sys.executable, "-c", CONVERT, str(source), str(made)],
+        "convert": [*COMMAND, "convert", str(source), str(made)],
         "naive": [sys.executable, "-c", NAIVE, str(source), str(made)],
     }
     return {name: command for name, command in commands.items() if not only or name in only}
@@ -206,8 +197,8 @@ def main() -> None:
                 runs[name].append(measure(command, made))
         if options.export:
             ckpt = Path(scratch, "ckpt")
-            subprocess.run([sys.executable, "-c", CONVERT, str(source), str(ckpt)], check=True)
-            command = [sys.executable, "-c", EXPORT, str(ckpt), str(made)]
+            subprocess.run([*COMMAND, "convert", str(source), str(ckpt)], check=True, stdout=subprocess.DEVNULL)
+            command = [*COMMAND, "export", str(ckpt), str(made)]
             runs["export"] = [measure(command, made) for _ in range(options.rounds)]
         medians = {name: statistics.median(run[0] for run in runs[name]) for name in runs if name in ("cp", "naive")}
         for name in runs:
