@@ -163,7 +163,7 @@ class DeltaNet(eqx.Module):
         count = self.conv_v.shape[-1]
         taps = jnp.concatenate([w.reshape(-1, count) for w in (self.conv_qk, self.conv_v)]).astype(jnp.float32)
         wide = jnp.concatenate([before, qkv], axis=SEQ).astype(jnp.float32)
-        mixed = jax.nn.silu(sum(wide[:, i : i + qkv.shape[SEQ]] * taps[:, i] for i in range(count)))
+        mixed = _silu(sum(wide[:, i : i + qkv.shape[SEQ]] * taps[:, i] for i in range(count)))
         (_, heads, key_dim), value_shape = self.conv_qk.shape[:3], self.conv_v.shape[:2]
         keys = heads * key_dim
         qk = mixed[..., : 2 * keys].reshape(*qkv.shape[:2], 2, heads, key_dim)
@@ -277,6 +277,17 @@ def _piece_size(x: Float[Array, "batch seq embed"]) -> int:
     size = max(1, CPU_PIECE // (max(x.shape[0], 1) * CPU_STEP)) * CPU_STEP
     alone = lax.axis_size(CONTEXT) == lax.axis_size(TP) == 1
     return size if traced_platform() == "cpu" and alone and x.shape[SEQ] > size else 0
+
+
+def _silu(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """x * sigmoid(x) in float32; on CPUs as a quotient.
+
+    XLA for CPUs computes a quotient once. A product it works out again in every step that reads it, with the
+    convolution that it is of: in a decode step for each number of the new state, a sixth of the step.
+    """
+    if traced_platform() != "cpu":
+        return jax.nn.silu(x)
+    return x / (1 + jnp.exp(-jnp.maximum(x, -80)))  # below -80 nothing is left; no exponential is infinite
 
 
 def _flat(x: Float[Array, "batch seq *rest"]) -> Float[Array, "batch seq channels"]:

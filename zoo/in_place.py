@@ -24,7 +24,8 @@ Tree = TypeVar("Tree")
 
 FEW = 8  # rows up to which a product by a weight costs less than reading it
 BLOCK = 2 << 20  # bytes of a weight that stay in a core's cache between being read and being multiplied by
-_PARTS = 16  # of a row of a weight that one vector is multiplied by
+_FEWER = 4  # rows up to which a weight is multiplied without being written out
+_PARTS = 16  # of a row of a weight that are multiplied side by side
 
 
 def _as_bits(dtype: jnp.dtype) -> bool:
@@ -79,8 +80,8 @@ class Stacked(eqx.Module):
         count, width = rows.shape
         outputs = math.prod(self.shape) // width
         stack = self.stack.reshape(-1, outputs, width)
-        if count == 1 and width % _PARTS == 0:
-            return self._by_one_row(stack, rows[0].astype(accumulator(rows.dtype)))[None]
+        if count <= _FEWER and width % _PARTS == 0:
+            return self._by_rows(stack, rows.astype(accumulator(rows.dtype)))
         blocks = max(1, outputs * width * self.dtype.itemsize // BLOCK)
         size = outputs // next(n for n in range(blocks, outputs + 1) if outputs % n == 0)
 
@@ -91,17 +92,19 @@ class Stacked(eqx.Module):
             return block(jnp.zeros((), jnp.int32)).T
         return lax.map(block, jnp.arange(0, outputs, size, dtype=jnp.int32)).reshape(outputs, count).T
 
-    def _by_one_row(self, stack: Shaped[Array, "layer out in"], row: Float[Array, " in"]) -> Float[Array, " out"]:
-        """Sums over parts of the row side by side, then over what is left: loops that are vectors, and read in place.
+    def _by_rows(self, stack: Shaped[Array, "layer out in"], rows: Float[Array, "rows in"]) -> Float[Array, "rows out"]:
+        """Sums over parts of the rows side by side, then over what is left: loops that are vectors, and read in place.
 
-        A product of a matrix and a vector would have the matrix written out, and one of 16-bit floats widened as well.
+        A product of two matrices would have the weight written out, and one of 16-bit floats by a row widened as well.
         """
-        outputs, size = stack.shape[1], row.size // _PARTS
+        (count, width), outputs = rows.shape, stack.shape[1]
+        size = width // _PARTS
         total = sum(
-            self._cut(stack, (0, first), (outputs, size)).astype(row.dtype) * row[first : first + size]
-            for first in range(0, row.size, size)
+            self._cut(stack, (0, first), (outputs, size)).astype(rows.dtype)[:, None] * rows[:, first : first + size]
+            for first in range(0, width, size)
         )
-        return weight_first(total, jnp.ones((2, size), row.dtype))[:, 0]
+        sums = weight_first(total.reshape(outputs * count, size), jnp.ones((2, size), rows.dtype))
+        return sums[:, 0].reshape(outputs, count).T
 
     def _cut(
         self, stack: Shaped[Array, "layer out in"], first: tuple[Array | int, int], sizes: tuple[int, int]

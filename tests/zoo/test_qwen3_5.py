@@ -16,7 +16,7 @@ from tiny_qwen3_5 import CONFIG, weights
 from shardzoo.errors import InputError
 from shardzoo.kernels.gated_delta import gated_delta
 from shardzoo.zoo import delta_net, layout, qwen3_5
-from shardzoo.zoo.delta_net import DeltaNet, Recurrent, delta_over_context, last_tokens, tokens_before
+from shardzoo.zoo.delta_net import DeltaNet, Recurrent, _silu, delta_over_context, last_tokens, tokens_before
 from shardzoo.zoo.families import config_from_json, config_to_json, find_preset
 from shardzoo.zoo.mesh import TP, Degrees, make_mesh
 from shardzoo.zoo.qwen3_5 import Config, pair_axes
@@ -126,6 +126,12 @@ def test_decoding_goes_on_from_a_prompt_in_pieces(monkeypatch, piece, dtype):
     digits = dict(float32=2e-5, bfloat16=2e-2)[dtype]
     np.testing.assert_allclose(got[0], want[0], rtol=0, atol=digits * np.abs(want[0]).max())
     np.testing.assert_allclose(got[2], want[2], rtol=0, atol=2e-5 * np.abs(want[2]).max())
+
+
+def test_silu_of_a_cpu_holds_at_any_size():
+    x = np.concatenate([np.linspace(-1e3, 1e3, 4001), [-1e30, 1e30]]).astype(np.float32)
+    for f, wanted in ((_silu, jax.nn.silu), (jax.vmap(jax.grad(_silu)), jax.vmap(jax.grad(jax.nn.silu)))):
+        np.testing.assert_allclose(f(x), wanted(x), rtol=2e-6, atol=1e-30)
 
 
 def test_a_sequence_in_pieces_sums_gradients_over_data_once(monkeypatch):
