@@ -80,7 +80,9 @@ class Stacked(eqx.Module):
         count, width = rows.shape
         outputs = math.prod(self.shape) // width
         stack = self.stack.reshape(-1, outputs, width)
-        if count <= _FEWER and width % _PARTS == 0:
+        # XLA for CPUs works out what an 8-bit float stands for step by step, and would for each row anew.
+        octets = self.dtype.itemsize == 1 and jnp.issubdtype(self.dtype, jnp.floating)
+        if count <= (1 if octets else _FEWER) and width % _PARTS == 0:
             return self._by_rows(stack, rows.astype(accumulator(rows.dtype)))
         blocks = max(1, outputs * width * self.dtype.itemsize // BLOCK)
         size = outputs // next(n for n in range(blocks, outputs + 1) if outputs % n == 0)

@@ -19,7 +19,7 @@ from shardzoo.zoo.mesh import Degrees, make_mesh
 from shardzoo.zoo.weights import Quantized
 
 LAYERS = 3
-DTYPES = [np.float32, jnp.bfloat16, np.int8]
+DTYPES = [np.float32, jnp.bfloat16, np.int8, jnp.float8_e4m3fn]
 
 
 def on_one_device(f, *args):
@@ -36,13 +36,13 @@ def test_products_are_those_by_the_weight_that_is_read(shape, rows, dtype):
     x = jnp.asarray(rng.integers(-9, 9, (rows, 1, shape[-1])), jnp.bfloat16 if dtype == jnp.bfloat16 else np.float32)
     scale = jnp.asarray(rng.random((LAYERS, *shape[:-1])), np.float32)
     whole = np.einsum("rsi,l...i->lrs...", np.float64(x), np.float64(stack))
-    whole = whole * np.float64(scale)[:, None, None] if dtype == np.int8 else whole
+    whole = whole * np.float64(scale)[:, None, None] if np.dtype(dtype).itemsize == 1 else whole
 
     def by_layer(stack, scale, x):
         def one(layer):
             weight = Stacked(stack, layer)
             assert (weight.shape, weight.ndim, weight.dtype) == (shape, len(shape), dtype)
-            return contract(x, Quantized(weight, scale[layer]) if dtype == np.int8 else weight)
+            return contract(x, Quantized(weight, scale[layer]) if np.dtype(dtype).itemsize == 1 else weight)
 
         return jax.lax.map(one, jnp.arange(LAYERS))
 
