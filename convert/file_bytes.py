@@ -215,6 +215,7 @@ class FileBytes:
             raise InputError(f"{self.path}: reading at byte {offset} failed ({error.strerror})") from None
 
     def _advise(self, offset: int, count: int, advice: int) -> None:
+        """Callers hold the map meanwhile: after `close` its addresses may be those of other memory."""
         pages.advise(self._address + offset, self._address + min(offset + count, self.size), advice)
 
     def release(self, offset: int, count: int) -> None:
