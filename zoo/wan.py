@@ -299,16 +299,21 @@ def _forward(
             k, v = jnp.split(plan.swap(jnp.concatenate([k, v])), 2)
             return [plan.swap(q), k, v]
 
-        def finish(x, attended, along):
+        def attend(x, attended, along):
             attended = jnp.moveaxis(plan.swap(attended), 1, 2)
             attended = attended.reshape(*attended.shape[:2], heads, config.head_dim)
-            return block.finish(x, attended, modulation._replace(**along), keys, run.residual)
+            return block.attend(x, attended, modulation._replace(**along), keys, run.residual)
+
+        def feed(x, _, along):
+            return block.feed(x, modulation._replace(**along), dtype, run.residual)
 
         flat = split.each_chunk(project, plan.heads, x, turn, modulation.along)
         q, k, v = (y.reshape(y.shape[0], -1, heads // plan.heads, config.head_dim) for y in flat)
         attended = attention(q, jnp.stack([k, v], axis=2), lengths=lengths, exchanged=plan)
         attended = attended.reshape(attended.shape[0], plan.heads, -1, width)
-        return split.update_chunks(finish, x, attended, modulation.along), None
+        # In loops of their own: of weights gathered from a split at rest, only those of one loop are held.
+        x = split.update_chunks(attend, x, attended, modulation.along)
+        return split.update_chunks(feed, x, None, modulation.along), None
 
     body = rematerialised(body, run.remat)
     x, _ = lax.scan(body, x, (model.blocks, context))
@@ -406,18 +411,19 @@ class Split:
         return [y.reshape(*y.shape[:2], -1, y.shape[-1]) for y in held]
 
     def update_chunks(
-        self, f: Callable[..., Array], x: Array, attended: Shaped[Array, "batch ways seq width"], along: Any
+        self, f: Callable[..., Array], x: Array, attended: Shaped[Array, "batch ways seq width"] | None, along: Any
     ) -> Array:
         """f of x, of attended and of the arrays of `along`, in chunks; the new x of each takes the place of the old."""
         if self.chunks == 1:
             return f(x, attended, along)
 
-        def body(x: Array, inputs: tuple[Array, Array, Any]) -> tuple[Array, None]:
+        def body(x: Array, inputs: tuple[Array, Array | None, Any]) -> tuple[Array, None]:
             chunk, *part = inputs
             new = f(lax.dynamic_index_in_dim(x, chunk, 0, keepdims=False), *part)
             return lax.dynamic_update_index_in_dim(x, new, chunk, 0), None
 
-        inputs = jnp.arange(self.chunks), self._cut(attended, 2), jax.tree.map(self._cut, along)
+        attended = None if attended is None else self._cut(attended, 2)
+        inputs = jnp.arange(self.chunks), attended, jax.tree.map(self._cut, along)
         return _joined(lax.scan(body, self._cut(x), inputs)[0])
 
     def _cut(self, x: Shaped[Array, "..."], axis: int = SEQ) -> Shaped[Array, "..."]:

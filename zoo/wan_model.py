@@ -284,7 +284,7 @@ class Mlp(eqx.Module):
 
 
 class Block(eqx.Module):
-    """One layer on a stream in float32, in two halves round the attention among its tokens.
+    """One layer on a stream in float32, in steps that each work on any stretch of its tokens.
 
     Collectives of a block, besides those of `attention` and, where the keys of the condition are not given, one
     all-reduce for their norm; all over the tensor axes: two small all-reduces for the norms of queries (and keys), and
@@ -322,7 +322,7 @@ class Block(eqx.Module):
         y = _normed(x, self.plain_norm.eps, 1 + scale, shift, dtype)
         return self.attn.project(gather_residual(y, residual), turn)
 
-    def finish(
+    def attend(
         self,
         x: Float[Array, "batch part_seq embed"],
         attended: Float[Array, "batch seq heads head_dim"],
@@ -330,18 +330,24 @@ class Block(eqx.Module):
         context: Context,
         residual: Residual = WHOLE_STREAM,
     ) -> Float[Array, "batch part_seq embed"]:
-        """The stream after this block, from what the queries got."""
-
-        def gathered(x: Array, norm: LayerNorm, scale: Array, shift: Array) -> Array:
-            return gather_residual(_normed(x, norm.eps, scale, shift, attended.dtype), residual)
-
-        _, _, gate, shift, scale, mlp_gate = modulation.rows(self.table, modulation.blocks)
+        """The stream with what the queries got added, and what the condition then gives."""
+        gate = modulation.rows(self.table, modulation.blocks)[2]
         weight, bias = (v.astype(jnp.float32)[None, None] for v in (self.cross_norm.weight, self.cross_norm.bias))
         x = settled(x + self.attn.out(attended, residual).astype(gate.dtype) * gate)
-        crossed = self.cross(gathered(x, self.cross_norm, weight, bias), context, residual)
-        x = settled(x + crossed.astype(x.dtype))
-        y = self.mlp(gathered(x, self.plain_norm, 1 + scale, shift), residual)
-        return x + y.astype(mlp_gate.dtype) * mlp_gate
+        y = _normed(x, self.cross_norm.eps, weight, bias, attended.dtype)
+        return settled(x + self.cross(gather_residual(y, residual), context, residual).astype(x.dtype))
+
+    def feed(
+        self,
+        x: Float[Array, "batch part_seq embed"],
+        modulation: Modulation,
+        dtype: Any,
+        residual: Residual = WHOLE_STREAM,
+    ) -> Float[Array, "batch part_seq embed"]:
+        """The stream after this block, from what `attend` gave."""
+        *_, shift, scale, gate = modulation.rows(self.table, modulation.blocks)
+        y = _normed(x, self.plain_norm.eps, 1 + scale, shift, dtype)
+        return x + self.mlp(gather_residual(y, residual), residual).astype(gate.dtype) * gate
 
 
 class TimeEmbedding(eqx.Module):

@@ -6,6 +6,7 @@ import math
 
 import hlo
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from mesh_parity import assert_close, harsh
 from shardzoo.errors import InputError
 from shardzoo.zoo import layout, wan
 from shardzoo.zoo.families import config_from_json, config_to_json, find_preset
+from shardzoo.zoo.linears import linear_layers
 from shardzoo.zoo.mesh import Degrees, make_mesh
 from shardzoo.zoo.wan import Config, Context, Timesteps
 
@@ -179,6 +181,31 @@ def test_a_cpu_works_on_more_tokens_at_once(platform, counts):
 
     assert [chunks(tokens) for tokens in (1024, 4096, 4097)] == counts
     assert chunks(4096, chunk=1024) == 4
+
+
+def loops(jaxpr):
+    """Every loop of a program, those within others too."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "scan":
+            yield eqn
+        for inner in jax.extend.core.jaxprs_in_params(eqn.params):
+            yield from loops(inner)
+
+
+def test_each_loop_of_a_block_reads_weights_of_its_own():
+    """So that of weights gathered from a split at rest only those of one loop are held."""
+    degrees = Degrees(context=2)
+    declared, mesh = layout.split_at_rest(wan.declare(CONFIG), "context", degrees, smallest=64), make_mesh(context=2)
+    latents, times = (jax.ShapeDtypeStruct(x, jnp.float32) for x in ((4, CONFIG.in_channels, 4, 6, 8), (4,)))
+    f, kept = wan.forward(declared, mesh, chunk=8), abstract_context(CONFIG, mesh)
+    program = jax.make_jaxpr(f)(layout.abstract(declared, mesh), latents, times, context=kept).jaxpr
+    paths = {layer.weight.shape[1:]: path for path, layer in linear_layers(declared.blocks).items()}
+    read = [{paths.get(v.aval.shape) for v in e.invars[: e.params["num_consts"]]} - {None} for e in loops(program)]
+    assert [sorted(x) for x in read if x] == [
+        ["attn.qkv.weight"],
+        ["cross.out.weight", "cross.q.weight"],  # and attn.out.weight, of the same shape
+        ["mlp.down.weight", "mlp.up.weight"],
+    ]
 
 
 def test_few_timesteps_are_never_spread_over_the_tokens():
