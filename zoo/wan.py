@@ -23,7 +23,7 @@ from shardzoo.zoo import layout
 from shardzoo.zoo.attention import attention, exchange
 from shardzoo.zoo.dtypes import float_dtype
 from shardzoo.zoo.families import Family, TraceSizes, register
-from shardzoo.zoo.layers import SEQ, Residual, own_share, pad
+from shardzoo.zoo.layers import SEQ, Residual, own_share, pad, settled
 from shardzoo.zoo.mesh import CONTEXT, DATA, TP, traced_platform
 from shardzoo.zoo.remat import Remat, check_remat, rematerialised
 from shardzoo.zoo.video_tokens import Sizes, grid_of, grid_rotary, join_patches, patches
@@ -419,7 +419,7 @@ class Split:
 
         def body(x: Array, inputs: tuple[Array, Array | None, Any]) -> tuple[Array, None]:
             chunk, *part = inputs
-            new = f(lax.dynamic_index_in_dim(x, chunk, 0, keepdims=False), *part)
+            new = f(settled(lax.dynamic_index_in_dim(x, chunk, 0, keepdims=False)), *part)
             return lax.dynamic_update_index_in_dim(x, new, chunk, 0), None
 
         attended = None if attended is None else self._cut(attended, 2)

@@ -335,7 +335,7 @@ class Block(eqx.Module):
         weight, bias = (v.astype(jnp.float32)[None, None] for v in (self.cross_norm.weight, self.cross_norm.bias))
         x = settled(x + self.attn.out(attended, residual).astype(gate.dtype) * gate)
         y = _normed(x, self.cross_norm.eps, weight, bias, attended.dtype)
-        return settled(x + self.cross(gather_residual(y, residual), context, residual).astype(x.dtype))
+        return x + self.cross(gather_residual(y, residual), context, residual).astype(x.dtype)
 
     def feed(
         self,
