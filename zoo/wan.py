@@ -29,7 +29,8 @@ from shardzoo.zoo.remat import Remat, check_remat, rematerialised
 from shardzoo.zoo.video_tokens import Sizes, grid_of, grid_rotary, join_patches, patches
 from shardzoo.zoo.wan_model import Config, Context, Host, Modulation, Timesteps, Wan
 
-CHUNK = 1024  # for 14B on TPUs 512 spare no memory; by arithmetic, 1024 rows read a weight faster than they use it
+CHUNKS = 512, 1024  # fewest and most tokens: by arithmetic, 512 rows read a weight faster than v4, v5e and v5p use it
+CHUNK_WIDTH = 2560  # of a device's heads, up to which chunks are longest: what a chunk takes grows with both
 CPU_CHUNK = 4096  # XLA for CPUs clears the place of all chunks' results first, and writes each into it on one core
 ROWS = 16  # chunks are padded to a multiple of this many tokens on each device, as tiles of 16-bit floats are
 TEXT_TOKENS = 512  # texts are zero-padded to this length, and the zeros attended to
@@ -102,7 +103,7 @@ def forward(
             policy says (`remat.py`).
         dtype: of the activations; None is that of the blocks' weights.
         chunk: most tokens that a device works on at once outside the attention among them: bounds its memory. None is
-            1,024, on CPUs 4,096.
+            1,024, fewer, down to 512, where a device's heads are wider than 2,560; on CPUs 4,096.
 
     Raises:
         InputError: the mesh does not fit the declaration; an unknown residual; a chunk below 1.
@@ -274,13 +275,13 @@ def _forward(
     config, dtype = model.config, run.activations(model)
     model = layout.gather_parts(model, declared, ("patch", "time", "text", "image", "head"))
     tokens = math.prod(grid)
-    split = Split.of(tokens, run)
+    heads = config.heads // lax.axis_size(TP)
+    split = Split.of(tokens, run, heads * config.head_dim)
     x = model.patch(split.own(patches(latents.astype(dtype), config.patch))).astype(jnp.float32)
     modulation = _modulation(model, run, split, values, index)
     turn = grid_rotary(config.head_dim, grid, lax.axis_index(CONTEXT) * split.share + jnp.arange(split.share))
     lengths = None if split.total == tokens else jnp.full(latents.shape[0], tokens, jnp.int32)
     embedded = None if text is None else _embedded(model, run, text, image)
-    heads = config.heads // lax.axis_size(TP)
     plan = exchange(heads, heads, split.context)
     width = heads // plan.heads * config.head_dim
 
@@ -338,10 +339,13 @@ class Split:
     size: int
 
     @classmethod
-    def of(cls, tokens: int, run: Run) -> "Split":
+    def of(cls, tokens: int, run: Run, width: int) -> "Split":
+        """`width` is that of a device's heads."""
         context = lax.axis_size(CONTEXT)
         tensor = lax.axis_size(TP) if run.residual == "seq" else 1
-        chunk = run.chunk or (CPU_CHUNK if traced_platform() == "cpu" else CHUNK)
+        least, most = CHUNKS
+        longest = max(least, min(most, most * CHUNK_WIDTH // width // 128 * 128))
+        chunk = run.chunk or (CPU_CHUNK if traced_platform() == "cpu" else longest)
         chunks = -(-tokens // (context * chunk))
         size = -(-tokens // (context * chunks * tensor))
         return cls(context=context, tensor=tensor, chunks=chunks, size=size if chunks == 1 else -(-size // ROWS) * ROWS)

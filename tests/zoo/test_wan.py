@@ -173,14 +173,16 @@ def test_a_cpu_works_on_more_tokens_at_once(platform, counts):
     device = jax.sharding.AbstractDevice(device_kind="any", num_cores=1, platform=platform)
     mesh = make_mesh().abstract_mesh.update(abstract_device=device)
 
-    def chunks(tokens, **run):
+    def chunks(tokens, width=1536, **run):
         def ones():
-            return jnp.ones(wan.Split.of(tokens, wan.Run(**run)).chunks)
+            return jnp.ones(wan.Split.of(tokens, wan.Run(**run), width).chunks)
 
         return jax.eval_shape(jax.shard_map(ones, mesh=mesh, in_specs=(), out_specs=P())).size
 
     assert [chunks(tokens) for tokens in (1024, 4096, 4097)] == counts
     assert chunks(4096, chunk=1024) == 4
+    wide = [chunks(4096, width) for width in (2560, 3072, 5120, 10240)]
+    assert wide == ([1] * 4 if platform == "cpu" else [4, 6, 8, 8])
 
 
 def loops(jaxpr):
