@@ -111,12 +111,19 @@ def populate(block: Shaped[np.ndarray, "..."]) -> None:
 
 
 def empty(shape: Sequence[int], dtype: Any) -> Shaped[np.ndarray, "..."]:
-    """An array to be filled; its memory is asked for by `populate`, else when it is first touched."""
+    """An array to be filled; its memory is asked for by `populate`, else when it is first touched.
+
+    Raises:
+        MemoryError: the system refuses so much.
+    """
     dtype = np.dtype(dtype)
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes < LEAST:
         return np.empty(tuple(shape), dtype)
-    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"{nbytes} bytes for an array of shape {tuple(shape)}: {error.strerror}") from None
     made = np.frombuffer(pages, np.uint8)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         advise(made.ctypes.data, made.ctypes.data + nbytes, mmap.MADV_HUGEPAGE)

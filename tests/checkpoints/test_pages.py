@@ -81,6 +81,11 @@ def test_small_blocks_and_other_systems_do_without(monkeypatch):
     assert (block == 7).all()
 
 
+def test_memory_that_there_is_not():
+    with pytest.raises(MemoryError, match=r"bytes for an array of shape \(1125899906842624,\)"):
+        pages.empty([1 << 50], np.uint8)
+
+
 @linux
 def test_advice_that_fails_is_told_apart_from_advice_not_known():
     block = pages.empty([1 << 20], np.uint8)
